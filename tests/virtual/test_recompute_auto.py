@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import random
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,43 +18,11 @@ import shardfx as sx
 from shardfx.memory.recompute_search import RecomputeChoice, cheapest, least_peak
 from shardfx.memory.recompute_segments import ModelSegment, OpGroup, SegmentKind
 from tests.plans import MESHES, plan
-from tests.reference import rel_err, single_device
 from tests.virtual.test_memory import blocks
 from tests.zoo import make
 
-LANGUAGE, IMAGES = (("gpt_fused", "dp2tp2"), ("llama", "dp2tp2"), ("gpt_separate", "tp2")), ("unet", "resnet")
-CASES = [*LANGUAGE, *((name, "dp2") for name in IMAGES), ("hf_t5", "dp2")]
 
-
-def seconds(pm: sx.ParallelModule) -> float:
-    """The seconds of a step, which the choice counts."""
-    return pm.memory().footprint.cost.seconds(sx.Machine.of(None), pm.mesh)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), CASES)
-def test_a_smaller_budget_holds_less_and_costs_more(name: str, mesh: str) -> None:
-    reference, case = single_device(make(name), 1), make(name)
-    plain = plan(make(name), MESHES[mesh])
-    peaks, times = [plain.memory().peak], [seconds(plain)]
-    for part in (0.95, 0.9):
-        budget = int(peaks[0] * part)
-        pm = plan(make(name), MESHES[mesh], recompute="auto", memory=budget)
-        assert pm.memory().peak <= budget and "recomputed to fit" in pm.planned.notes[-1]
-        peaks.append(pm.memory().peak)
-        times.append(seconds(pm))
-    assert peaks == sorted(peaks, reverse=True) and times == sorted(times)
-    loss = pm(*case.args, *case.targets, **case.kwargs)
-    loss.backward()
-    alike = plain(*case.args, *case.targets, **case.kwargs)
-    alike.backward()
-    assert torch.equal(loss, alike) and rel_err(loss, reference.losses[0]) < 1e-9
-    theirs = plain.full_grads()
-    assert all(torch.equal(grad, theirs[at]) for at, grad in pm.full_grads().items())
-    assert pm.verify()
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_costs_less_is_offloaded() -> None:
     """Where the link is fast, a smaller budget costs less than by recomputing alone; and all is proven."""
     mesh, budget = MESHES["dp2tp2"], int(plan(make("gpt_fused"), MESHES["dp2tp2"]).memory().peak * 0.75)
@@ -80,7 +47,6 @@ def test_what_fits_is_left_alone() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("hints", "what"),
     [({}, "Hints(memory=...)"), ({"memory": "200 kB"}, "a budget of at least about")],
@@ -95,10 +61,9 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 # ---- the choice
 
 
-@pytest.mark.parametrize("seed", [331, 427, 483])
-def test_the_solver_says_nothing(seed: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_solver_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """HiGHS prints that it repairs what it rounded where numbers that are whole by themselves may be broken."""
-    draw, groups = random.Random(seed), list[OpGroup]()
+    draw, groups = random.Random(331), list[OpGroup]()
     count = draw.choice((4, 8, 12))
     for number in range(draw.randint(2, 6)):
         users = draw.sample(groups, min(len(groups), draw.randint(0, 2)))
@@ -200,10 +165,6 @@ def head() -> list[tuple[str, nn.Module]]:
     return [("pool", nn.AdaptiveAvgPool2d(1)), ("flat", nn.Flatten()), ("fc", nn.Linear(8, 10))]
 
 
-def listed() -> nn.Module:
-    return nn.Sequential(OrderedDict([("features", nn.Sequential(*convolutions(10))), *head()]))
-
-
 class Functional(nn.Module):
     """Modules of the root, and between them what the model does itself."""
 
@@ -252,40 +213,24 @@ def check_equal(pm: sx.ParallelModule, plain: sx.ParallelModule) -> None:
     assert pm.verify()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [listed, Functional])
-def test_a_chain_is_made_to_fit(make: Callable[[], nn.Module]) -> None:
+@pytest.mark.long
+def test_a_chain_is_made_to_fit() -> None:
     torch.manual_seed(0)
-    model = make().double()
+    model = Functional().double()
     plain = planned(model)
-    peaks = [plain.memory().peak]
-    for part in (0.8, 0.6):
-        pm = planned(model, recompute="auto", memory=int(peaks[0] * part))
-        peaks.append(pm.memory().peak)
-        assert peaks[-1] <= peaks[0] * part and "recomputed to fit" in pm.planned.notes[-1]
-    assert peaks == sorted(peaks, reverse=True)
+    budget = int(plain.memory().peak * 0.6)
+    pm = planned(model, recompute="auto", memory=budget)
+    assert pm.memory().peak <= budget and "recomputed to fit" in pm.planned.notes[-1]
     check_equal(pm, plain)
 
 
-@pytest.mark.slow
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("make", "pattern"), [(listed, "features.*"), (Functional, "*")])
-def test_modules_are_recomputed_together_by_hand(make: Callable[[], nn.Module], pattern: str) -> None:
-    torch.manual_seed(0)
-    model = make().double()
-    plain, alone = planned(model), planned(model, recompute=pattern)
-    pm = planned(model, recompute=sx.Recompute(pattern, segment=6))
-    assert pm.memory().peak < 0.75 * min(plain.memory().peak, alone.memory().peak)
-    check_equal(pm, plain)
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_a_model_checkpoints_in_segments_is_recomputed_together() -> None:
     torch.manual_seed(0)
     model = InSegments(convolutions(10)).double()
     plain, pm = planned(model, recompute=()), planned(model)
     by_hand = [sx.Recompute(tuple(f"features.{i}" for i in range(at, at + 5)), segment=5) for at in (0, 5, 10)]
-    assert [str(each) for each in pm._compiled.passes if each.name == "recompute"] == [str(each) for each in by_hand]
+    assert pm.planned.nodes and len(pm.planned.nodes) == len(planned(model, recompute=by_hand).planned.nodes)
     assert any("features.0 to features.4, features.5 to features.9" in note for note in pm.planned.notes)
     assert pm.memory().peak < 0.75 * plain.memory().peak
     check_equal(pm, plain)
@@ -316,9 +261,8 @@ class Mixture(nn.Module):
         return x, costs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [1.0, 0.5])
-def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed(part: float) -> None:
+@pytest.mark.long
+def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed() -> None:
     """What is summed for the loss alone is summed last: no layer was a segment then, and nothing was chosen."""
     torch.manual_seed(0)
     model, x = Mixture().double(), torch.randn(4, 6, 8).double()
@@ -331,7 +275,7 @@ def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed(part:
         return sx.parallelize(model, MESHES["dp2"], given, virtual=True)
 
     most, least = planned().memory().peak, planned(recompute="layers.*").memory().peak
-    budget = most - int(part * (most - least))
+    budget = (most + least) // 2
     pm = planned(recompute="auto", memory=budget)
     assert pm.memory().peak <= budget < most
     assert "cheapest choice" in pm.planned.notes[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.text.printer import size_text
-from shardfx.memory.stage_split import BlockMemory
 from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
 from tests.reference import check_step
 
@@ -56,39 +54,12 @@ def peak(pm: sx.ParallelModule) -> int:
     return max(pm.memory(rank).peak for rank in range(RANKS))
 
 
-@cache
-def every_sharding(schedule: str) -> dict[tuple[int, ...], tuple[float, int]]:
-    """Of all shardings: what the slowest stage takes, and what the fullest rank holds."""
-    found = {}
-    for shardings in combinations(range(1, BLOCKS), RANKS - 1):
-        edges = (0, *shardings, BLOCKS)
-        pm = planned(tuple(b - a for a, b in pairwise(edges)), schedule)
-        assert pm.planned.pipeline is not None
-        costs = BlockMemory(pm.planned, pm.planned.pipeline).costs
-        found[edges[:-1]] = max(sum(costs[a:b]) for a, b in pairwise(edges)), peak(pm)
-    return found
-
-
 def sharding_of(pm: sx.ParallelModule) -> tuple[int, ...]:
     at = [pm.planned.input(f"layers.{block}.0.weight").at[0] for block in range(BLOCKS)]
     return tuple(at.index(stage) for stage in range(RANKS))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_the_sharding_is_the_fastest_of_all_that_fit(schedule: str) -> None:
-    shardings = every_sharding(schedule)
-    chosen = set()
-    for budget in sorted({held for _, held in shardings.values()}):
-        fitting = {sharding: seconds for sharding, (seconds, held) in shardings.items() if held <= budget}
-        pm = planned(schedule=schedule, memory=budget)
-        chosen.add(sharding_of(pm))
-        assert shardings[sharding_of(pm)][1] <= budget
-        assert fitting[sharding_of(pm)] == min(fitting.values()), (budget, sharding_of(pm), shardings)
-    assert len(chosen) > 1, "the balanced sharding always fits, which shows nothing"
-
-
-@pytest.mark.slow
+@pytest.mark.long
 def test_where_the_balanced_sharding_is_too_much_another_one_computes_the_same() -> None:
     free = planned()
     budget = peak(free) - 1
@@ -100,18 +71,11 @@ def test_where_the_balanced_sharding_is_too_much_another_one_computes_the_same()
     check_step(pm, model, loss_of, (x,), (y,))
 
 
-@pytest.mark.slow
-def test_where_no_sharded_fits_the_error_says_which_stage_and_what_would() -> None:
-    with pytest.raises(sx.Error, match="a rank holds") as caught:
-        planned(memory=peak(planned((1, 4))) // 2)
-    assert "of stage " in str(caught.value.where)
-    assert caught.value.remedy
-
-
 @pytest.mark.long
 def test_stages_that_somebody_says_stay() -> None:
-    with pytest.raises(sx.Error, match="a rank holds"):
+    with pytest.raises(sx.Error, match="a rank holds") as caught:
         planned((4, 1), memory=peak(planned((4, 1))) - 1)
+    assert "of stage " in str(caught.value.where) and caught.value.remedy
 
 
 # ---- the search alone
@@ -129,7 +93,7 @@ def room_of(homes: tuple[int, ...], budget: float) -> MemoryBudget:
     return MemoryBudget(homes, [budget] * (max(homes) + 1), held)
 
 
-@pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0, 200.0])
+@pytest.mark.parametrize("budget", [40.0, 60.0, 75.0, 90.0])
 @pytest.mark.parametrize("homes", [(0, 1, 2), (0, 1, 0, 1), (0, 1, 1, 0)], ids=str)
 def test_of_all_shards_that_fit_it_is_the_fastest_that_sends_least(homes: tuple[int, ...], budget: float) -> None:
     count, room, blocks = len(homes), room_of(homes, budget), len(COSTS)
@@ -185,7 +149,7 @@ def live(pm: sx.ParallelModule) -> tuple[int, ...]:
     return sx.schedules.check_schedule(pm.schedule, stages=FLIGHT_RANKS, microbatches=LOOP_OPS).peaks
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_auto_keeps_as_many_iterations_live_as_fit() -> None:
     fastest = flight_planned("auto")[0]
     budget = max(peaks(fastest)) - 1
@@ -227,17 +191,12 @@ def loss(out: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("ranks", "chunks", "schedule"),
-    [(2, 1, "1f1b"), (2, 2, "interleaved"), pytest.param(4, 1, "zb-h1", marks=pytest.mark.slow)],
-)
-@pytest.mark.one_in(2)
-def test_evaluation_sends_weights_from_where_training_holds_them(ranks: int, chunks: int, schedule: str) -> None:
+def test_evaluation_sends_weights_from_where_training_holds_them() -> None:
     torch.manual_seed(0)
     model, x, y = Turning().double(), torch.randint(24, (8, 5)), torch.randint(24, (8, 5))
-    pipeline = sx.Pipeline(stages_per_rank=chunks, schedule=schedule)
+    pipeline = sx.Pipeline(stages_per_rank=2, schedule="interleaved")
     hints = sx.Hints(args=(x,), loss=loss, targets=(y,), pipeline=pipeline)
-    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(pp=ranks, mb=sx.Loop(4)), hints, virtual=True)
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(pp=2, mb=sx.Loop(4)), hints, virtual=True)
     pm(x, y).backward()
     assert pm.planned.input("embed.weight").at == pm.planned.input("scale").at == (0,)
     pm.eval(), model.eval()

@@ -11,26 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
-from shardfx.ir.graph import OutputKind
 from shardfx.runtime.verify import numeric_check
-from tests.damage_plan import DROPS, MORE, SOUND, WRONG, Change, Changes, ChangesFirst
+from tests.damage_plan import DROPS, MORE, SOUND, WRONG, Changes, ChangesFirst
 from tests.plans import MESHES, plan
 from tests.wrong.forms import FORMS, malformed
 from tests.wrong.nets import X, Y, planned
-from tests.zoo import CASES, make
-
-QUICK = {("dp2tp2", name) for name in ("mlp3", "dropout_mlp")}
-QUICK |= {("tp2", "moe_loop")}
-ALL = [
-    pytest.param(mesh, name, marks=() if (mesh, name) in QUICK else pytest.mark.slow)
-    for mesh in MESHES
-    for name in CASES
-]
+from tests.zoo import make
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("mesh", "name"), ALL)
-def test_the_plan_of_a_case_verifies(mesh: str, name: str) -> None:
+@pytest.mark.parametrize(("mesh", "name"), [("dp2tp2", "dropout_mlp"), ("tp2", "moe_loop")])
+def test_the_plan_of_a_case_is_proven_and_agrees_where_it_runs(mesh: str, name: str) -> None:
     pm = plan(make(name), MESHES[mesh])
     for verdict in (pm.verify(), pm.verify(run=True)):
         assert verdict, verdict.why
@@ -66,22 +57,15 @@ def test_outputs_and_constants_are_part_of_the_claim(name: str) -> None:
 
 
 @pytest.mark.long
-def test_the_proof_is_of_all_programs() -> None:
-    verdict = planned().verify()
-    assert verdict and verdict.status == "proven"
-    assert verdict.programs == ("loss and gradients", "loss", "results")
-
-
-@pytest.mark.long
 def test_the_programs_of_other_calls_are_proven() -> None:
     pm = planned()
+    assert pm.verify().programs == ("loss and gradients", "loss", "results")
     pm.eval()
     pm(X, Y)
     assert "_modules['norm'].training == True fails: loss" in str(pm.verify())
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SOUND)
 def test_what_changes_nothing_is_proven(name: str) -> None:
     verdict = planned(ChangesFirst(SOUND[name])).verify(every_pass=True)
@@ -141,19 +125,9 @@ def test_what_cannot_be_followed_is_unknown() -> None:
     assert "agrees on 3 random draws" in verdict.why
 
 
-def test_a_lost_output_of_each_kind_is_named() -> None:
-    for kind, change in (
-        (OutputKind.LOSS, MORE["the loss is dropped"]),
-        (OutputKind.RESULT, DROPS["a result is dropped"]),
-    ):
-        check: Change = change
-        assert f"{kind.value} " in planned(Changes(check)).verify().why
-
-
 # ---- programs that are not well formed ---------------------------------------------------------------------------
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_malformed_program_is_refused(name: str, plan_of_two: sx.ParallelModule) -> None:
     """By a verdict, or an error that says what is wrong with it; on all ranks, or on one."""
@@ -205,10 +179,7 @@ NORM: dict[str, Any] = {"zero": 2, "zero_min_numel": 1, "optimizer": adamw, "cli
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "hints", [{}, {"zero": 3, "zero_min_numel": 1}, {"dropout": 0.5}, NORM], ids=["plain", "zero-3", "dropout", "clip"]
-)
-@pytest.mark.one_in(4)
+@pytest.mark.parametrize("hints", [{}, NORM], ids=["plain", "clip"])
 def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(hints: dict[str, Any]) -> None:
     pm = changed_plan(**hints)
     changed = pm.rank_module(CHANGED)
@@ -263,14 +234,9 @@ def share_planned(mesh: str, specs: dict[str, str], **hints: object) -> sx.Paral
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("mesh", "specs"),
-    [
-        ("2x2x2", {"weight": "a, c", "bias": "a b c"}),
-        pytest.param("2x2x2", {"weight": "a b c, -", "bias": "a b"}, marks=pytest.mark.slow),
-        ("2x3", {"args.0": "a, -", "weight": "b a, -"}),
-    ],
+    [("2x2x2", {"weight": "a, c", "bias": "a b c"}), ("2x3", {"args.0": "a, -", "weight": "b a, -"})],
 )
 def test_a_norm_of_parameters_sharded_over_other_axes_is_proven(mesh: str, specs: dict[str, str]) -> None:
     pm = share_planned(mesh, specs, clip_grad_norm=0.01)
@@ -320,16 +286,3 @@ def test_shares_that_were_made_in_other_ways_are_not_added(swapped: bool) -> Non
         second.replace_all_uses_with(done, delete_user_cb=lambda user, last=started: user is not last)  # type: ignore[misc]
         module.recompile()
     assert bool(pm.verify(changed)) == bool(pm.verify(changed, run=True)) == (not swapped)
-
-
-CALLS = 20
-
-
-@torch.library.custom_op("docs_many::doubled", mutates_args=())
-def doubled(x: torch.Tensor) -> torch.Tensor:
-    """x times two, so many times."""
-    return x * 2.0**CALLS
-
-
-doubled.register_fake(lambda x: torch.empty_like(x))
-doubled.register_autograd(lambda ctx, grad: doubled(grad))
