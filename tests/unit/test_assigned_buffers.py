@@ -45,6 +45,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("view", VIEWS)
 def test_results_that_are_views_of_what_is_written_later(view: str) -> None:
     model = Views(VIEWS[view])

@@ -104,6 +104,7 @@ def test_models_with_dropout_are_captured_without_notes() -> None:
     assert not any("does not run" in note for note in captured(again).notes)
 
 
+@pytest.mark.long
 def test_capture_leaves_model_gradients_and_generators_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before = {name: each.clone() for name, each in model.state_dict().items()}
@@ -132,6 +133,7 @@ class Doubles(nn.Module):
         return self.fc(x if self.watched(x) else 2 * x)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("watched", "guard"),
     [

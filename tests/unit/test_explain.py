@@ -68,6 +68,7 @@ def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:
     assert len(lines) <= 7 and any("links: %" in line for line in lines), "shortened in the middle"
 
 
+@pytest.mark.long
 def test_what_was_turned_down_is_said(pm: sx.ParallelModule) -> None:
     """Both the tokens (a sequence hint) and the heads (a weight) want tp at the first matrix product."""
     text = str(pm.explain(op_of(pm, "layers.0.q", "aten.addmm")))

@@ -163,6 +163,7 @@ KEPT: dict[str, tuple[Code, Callable[[], object]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", KEPT)
 def test_state_that_is_equal_at_each_call_is_allowed(case: str) -> None:
     """In all specializations."""
@@ -192,6 +193,7 @@ def of_training(net: Any, x: Tensor) -> Tensor:
     return net.fc(x) if net.kept is None else net.fc(x) - net.kept
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", [size_of_first, of_training])
 def test_hidden_state_of_one_specialization_is_that_of_another(code: Code) -> None:
     model, ours = Net(code, None), Net(code, None)

@@ -170,6 +170,7 @@ def test_functional_program_equals_aotautograd(of: str, written: list[str], monk
     assert "backward:" in found and found == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("between", "why"),
     [

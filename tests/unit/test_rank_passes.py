@@ -193,3 +193,11 @@ def test_a_pool_lends_what_nobody_holds_and_lets_go_of_what_is_not_asked_for() -
     pool.next_step()
     del second
     assert [each.flat.data_ptr() for each in pool._kept] == [at]
+
+
+def test_neighbours_are_joined_without_a_copy() -> None:
+    whole = torch.arange(10.0)
+    a, b = whole[:6].view(2, 3), whole[6:]
+    assert memory_ops.adjoin([a, b]).data_ptr() == whole.data_ptr()
+    for pair in ([a, b], [b, a], [a.t(), b]):
+        assert torch.equal(memory_ops.adjoin(pair), torch.cat([each.reshape(-1) for each in pair]))

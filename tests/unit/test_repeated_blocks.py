@@ -115,6 +115,7 @@ class Various(nn.Module):
         return x + a * b.topk(1, -1).values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reshapes", [False, True])
 def test_calls_of_every_kind_are_traced(reshapes: bool) -> None:
     model = nn.Sequential()
@@ -167,6 +168,7 @@ def test_plan_and_reasons_of_a_folded_graph_are_equal(monkeypatch: pytest.Monkey
         assert str(short.explain(value)) == str(whole.explain(value))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "spec"), [("blocks.4.up.bias", "tp"), ("blocks.6.norm", "-, tp, -")])
 def test_blocks_with_different_hints_are_unfolded(name: str, spec: str) -> None:
     (note,) = planned({**MEGATRON, name: spec}).planned.notes

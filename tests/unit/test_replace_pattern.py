@@ -166,6 +166,7 @@ def softmax_by_hand(x: Tensor) -> Tensor:
     return e / e.sum(-1, keepdim=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pattern", "replacement", "count", "gone"),
     [

@@ -256,6 +256,8 @@ def test_a_device_mesh_there_and_back() -> None:
     assert device_mesh.mesh_dim_names == ("dp", "tp")
     assert device_mesh.mesh.tolist() == [list(mesh.group(0, ["tp"])), list(mesh.group(3, ["tp"]))]
     assert Mesh.from_device_mesh(device_mesh) == Mesh(dp=2, tp=3)
+    with pytest.raises(Error, match="no dimension names"):
+        Mesh.from_device_mesh(dist.init_device_mesh("cpu", (2, 3)))
 
 
 TORCH_MESH = Mesh(dp=2, tp=2)

@@ -11,7 +11,7 @@ from shardfx.ir.oracle.soundness import refutations
 from shardfx.ir.rules.book import Contiguous, rule
 from shardfx.ir.rules.sharding_rule import Linear, ShardingRule, rule_text
 from shardfx.ir.rules.template import Template
-from tests.op_calls import f
+from tests.op_calls import f, i
 
 aten = torch.ops.aten
 
@@ -24,6 +24,11 @@ def made(text: str, op: object, *args: object, **options: str) -> ShardingRule:
     ("text", "call", "says"),
     [
         ("n.. d! -> n.. d!", (aten.relu.default, f(2, 3, 4)), "n0 n1 d! -> n0 n1 d!"),
+        (
+            "n!reduction=1 c, n, c -> , ",
+            (aten.nll_loss_forward.default, f(4, 5), i(5, 4), None, 2, -100),
+            "n c, n -> , ",
+        ),
         ("d.., ... -> d.., ...", (aten.add.Tensor, f(4, 6), f(4, 1)), "d0 d1, d0 1 -> d0 d1"),
         ("(h d) n -> h d n", (aten.view.default, f(6, 5), [2, 3, 5]), "(h d) n -> h d n"),
         ("(h d) n -> h d n", (aten.view.default, f(6, 5), [1, 6, 5]), "d n -> h d n"),

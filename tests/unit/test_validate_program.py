@@ -13,6 +13,7 @@ import shardfx as sx
 from shardfx.ir.graph import InputKind, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.program.aliasing import Aliasing
 from shardfx.ir.program.validate_program import validate_program
 from tests.rank_programs import GROUP, Call, Write, written
 from tests.stepped import KINDS, small_plan
@@ -151,6 +152,15 @@ def test_what_was_gathered_beside_others_may_be_written_over_once_it_has_arrived
 
     found = wrong(write, OutputKind.PARAMETER)
     assert what in found and bool(what) == bool(found), found
+
+
+def test_memory_that_is_adjoined_may_be_one_with_what_was_gathered() -> None:
+    """And what lies beside it is not."""
+    program = written(lambda call, a, b: [call(aten.neg.default, call(memory_ops.adjoin, [a, b]))])
+    a, b, both, negative, *_ = program.graph.nodes
+    share = Aliasing(program.graph.nodes)
+    assert share.meet(a, both) and share.meet(both, b)
+    assert not (share.meet(a, b) or share.meet(a, negative) or share.owned(both))
 
 
 @pytest.mark.parametrize(

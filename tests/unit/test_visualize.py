@@ -86,6 +86,7 @@ def test_the_file_is_sound(name: str) -> None:
     assert picture_svg(show(graph), "t") == picture_svg(show(graph), "t")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GRAPHS)
 def test_boxes_lie_inside_of_their_modules_and_apart(name: str) -> None:
     graph = planned(name)
