@@ -190,8 +190,8 @@ def runs_compiled_and_changed(name: str, mesh: str) -> None:
 
 @worker
 def measures_links() -> None:
-    """All ranks measure one machine, the same on each, with a link that a mesh may have; roughly, for what one process
-    measures is looked at in tests/unit/test_machine.py."""
+    """All ranks measure one machine, the same on each, with a link that a mesh may have; roughly, and with figures that
+    a machine may have."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     calibrate.LARGEST, calibrate.GATHERED, calibrate.RUNS = 256, 1 << 20, 1
@@ -204,6 +204,7 @@ def measures_links() -> None:
     dist.all_gather_object(found, machine)
     assert found == [machine] * len(found), "all plan for the same"
     assert machine.connect(sx.Mesh(dp=2))["dp"].link == level.link
+    assert 1e8 < machine.bandwidth < 1e13 and {"float64", "float32", "bfloat16"} <= set(machine.flops)
     assert sx.Machine.parse(machine.json()) == machine
 
 

@@ -69,7 +69,7 @@ def test_an_op_its_strategy_and_its_trail(pm: sx.ParallelModule) -> None:
 
 
 @pytest.mark.long
-def test_what_was_turned_down_is_said(pm: sx.ParallelModule) -> None:
+def test_rejected_shardings_are_said(pm: sx.ParallelModule) -> None:
     """Both the tokens (a sequence hint) and the heads (a weight) want tp at the first matrix product."""
     text = str(pm.explain(op_of(pm, "layers.0.q", "aten.addmm")))
     assert "rejected: axis tp on factor m" in text

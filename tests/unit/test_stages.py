@@ -89,7 +89,7 @@ def test_a_model_without_lists_has_blocks_by_its_own_modules() -> None:
     ("costs", "count", "firsts"),
     [([1, 1, 1, 3], 2, [0, 3]), ([3, 1, 1, 1], 2, [0, 1]), ([1, 2, 3, 4, 5], 3, [0, 3, 4]), ([1, 1], 2, [0, 1])],
 )
-def test_the_dearest_stage_costs_least(costs: list[float], count: int, firsts: list[int]) -> None:
+def test_most_expensive_stage_costs_least(costs: list[float], count: int, firsts: list[int]) -> None:
     assert balanced_split(costs, count) == firsts
 
 
@@ -152,7 +152,7 @@ def test_a_buffer_that_only_counts_is_beside_its_module() -> None:
 
 
 @pytest.mark.long
-def test_iterations_sharded_the_batch_where_no_hint_says_so() -> None:
+def test_batch_is_sharded_over_micro_batches_where_no_hint_says_so() -> None:
     pm = planned()
     assert [str(pm.planned.input(name).value.spec) for name in ("args.0", "targets.0")] == ["[.{mb}, .]", "[.{mb}]"]
     said = sx.Hints(args=(X,), loss=F.cross_entropy, targets=(Y,), specs={"args.0": "dp mb, -"}, pipeline=sx.Pipeline())
