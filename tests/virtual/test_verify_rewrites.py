@@ -51,38 +51,21 @@ def gelu(call: Call, x: Any, factor: float = math.sqrt(0.5)) -> Any:
     return call(aten.mul.Tensor, call(aten.mul.Tensor, x, 0.5), call(aten.add.Tensor, erf, 1))
 
 
-def turned(call: Call, a: Any, b: Any) -> Any:
-    """A product of matrices as that of both turned, the other way round."""
+def transposed(call: Call, a: Any, b: Any) -> Any:
+    """A product of matrices as that of both transposed, the other way round."""
     return call(aten.t.default, call(aten.mm.default, call(aten.t.default, b), call(aten.t.default, a)))
-
-
-def batched(call: Call, a: Any, b: Any) -> Any:
-    one = (call(aten.unsqueeze.default, each, 0) for each in (a, b))
-    return call(aten.squeeze.dim, call(aten.bmm.default, *one), 0)
 
 
 def scaled(call: Call, a: Any, b: Any, back: float = 0.5) -> Any:
     return call(aten.mul.Tensor, call(aten.mm.default, call(aten.mul.Tensor, a, 2.0), b), back)
 
 
-def there_and_back(call: Call, a: Any, b: Any) -> Any:
-    made = call(aten.mm.default, a, b)
-    for op, args in ((aten.neg.default, ()), (aten.flip.default, ([0],))):
-        made = call(op, call(op, made, *args), *args)
-    return made
-
-
 Rewriting = tuple[Any, Callable[..., Any], str]
 REWRITINGS: Mapping[str, Rewriting] = {
     "gelu by erf": (aten.gelu.default, gelu, "proven"),
     "gelu by erf of another factor": (aten.gelu.default, lambda call, x: gelu(call, x, 0.7071), "refuted"),
-    "another gelu": (aten.gelu.default, lambda call, x: call(aten.gelu.default, x, approximate="tanh"), "refuted"),
-    "mm turned": (aten.mm.default, turned, "unknown"),
-    "mm turned once too often": (aten.mm.default, lambda call, a, b: turned(call, b, a), "refuted"),
-    "mm as bmm": (aten.mm.default, batched, "unknown"),
-    "mm scaled and back": (aten.mm.default, scaled, "unknown"),
+    "mm transposed": (aten.mm.default, transposed, "unknown"),
     "mm scaled and not quite back": (aten.mm.default, lambda call, a, b: scaled(call, a, b, 0.5000001), "refuted"),
-    "there and back": (aten.mm.default, there_and_back, "unknown"),
 }
 
 
@@ -113,39 +96,17 @@ def _square(values: Any) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", REWRITINGS)
-def test_a_pass_that_writes_an_op_otherwise(name: str) -> None:
+def test_op_rewritten_by_a_pass_is_proven_refuted_or_agrees(name: str) -> None:
     verdict = planned(Rewritten(name)).verify()
     assert verdict.status == REWRITINGS[name][2], verdict
     assert verdict.status != "unknown" or "agrees on 3 random draws" in verdict.why
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("name", [name for name in REWRITINGS if "once too often" not in name])  # no square there
-def test_a_program_that_writes_an_op_otherwise(name: str) -> None:
-    op, write, status = REWRITINGS[name]
-    pm = planned()
-    changed = {rank: pm.rank_module(rank) for rank in range(4)}
-    for module in changed.values():
-        node = next(each for each in module.graph.nodes if each.target is op)
-
-        def call(of: Any, *args: Any, graph: fx.Graph = module.graph, node: fx.Node = node, **kwargs: Any) -> fx.Node:
-            with graph.inserting_before(node):
-                return graph.call_function(of, args, kwargs)
-
-        node.replace_all_uses_with(write(call, *node.all_input_nodes))
-        module.graph.erase_node(node)
-        module.recompile()
-    verdict = pm.verify(changed)
-    assert verdict.status == status, verdict
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("sound", [True, False])
-def test_views_that_cancel_lie_where_they_are_joined(sound: bool) -> None:
-    """What is turned twice lies as it did; what is turned once, and only looks the same, does not."""
+def test_transposes_that_cancel_keep_the_order_in_memory(sound: bool) -> None:
+    """What is transposed twice lies as it did; what is transposed once, and only looks the same, does not."""
     pm = planned()
     changed = {rank: pm.rank_module(rank) for rank in range(4)}
     for module in changed.values():
@@ -153,8 +114,8 @@ def test_views_that_cancel_lie_where_they_are_joined(sound: bool) -> None:
         parts: Any = list(join.args[1])
         at = next(i for i, part in enumerate(parts) if part.target is aten.mm.out)
         with module.graph.inserting_before(join):
-            turned = module.graph.call_function(aten.t.default, (parts[at],))
-            back = (aten.t.default, (turned,)) if sound else (aten.flatten.using_ints, (turned,))
+            transposed_part = module.graph.call_function(aten.t.default, (parts[at],))
+            back = (aten.t.default, (transposed_part,)) if sound else (aten.flatten.using_ints, (transposed_part,))
             parts[at] = module.graph.call_function(*back)
         join.args = (join.args[0], parts, join.args[2])
         module.recompile()
@@ -162,7 +123,7 @@ def test_views_that_cancel_lie_where_they_are_joined(sound: bool) -> None:
     assert bool(verdict) is sound, verdict.why
 
 
-def test_what_was_not_waited_for_is_no_value_yet() -> None:
+def test_value_read_before_its_wait_is_refuted() -> None:
     """A copy of it, waited for, is the same by no law."""
     pm = planned()
     changed = {rank: pm.rank_module(rank) for rank in range(4)}
@@ -194,11 +155,6 @@ class Block(nn.Module):
 Rewrite = Callable[..., Any]
 """Of what writes a call, and the arguments of a node."""
 EQUIVALENT: Mapping[str, tuple[Any, Rewrite, bool]] = {
-    "addmm as mm and add": (
-        aten.addmm.default,
-        lambda call, c, a, b: call(aten.add.Tensor, c, call(aten.mm.default, a, b)),
-        True,
-    ),
     "addmm as Python's operators": (
         aten.addmm.default,
         lambda call, c, a, b: call(operator.add, call(operator.matmul, a, b), c),
@@ -209,14 +165,8 @@ EQUIVALENT: Mapping[str, tuple[Any, Rewrite, bool]] = {
         lambda call, x: call(aten.mul.Tensor, x, call(aten.sigmoid.default, x)),
         True,
     ),
-    "silu as x * torch.tanh(x)": (
-        aten.silu.default,
-        lambda call, x: call(operator.mul, x, call(torch.tanh, x)),
-        False,
-    ),
     "F.gelu": (aten.gelu.default, lambda call, x: call(F.gelu, x), True),
     "F.gelu by tanh": (aten.gelu.default, lambda call, x: call(F.gelu, x, approximate="tanh"), False),
-    "operator.add": (aten.add.Tensor, lambda call, a, b: call(operator.add, a, b), True),
 }
 
 
@@ -292,32 +242,18 @@ def times(call: WritesNode, x: fx.Node, by: float) -> fx.Node:
 Written = Callable[[WritesNode, fx.Node, str], fx.Node]
 SOUND: dict[str, Written] = {
     "gathered and added": lambda c, x, g: c(aten.sum.dim_IntList, shares(c, x, g), [0]),
-    "added one by one": lambda c, x, g: rows(c, shares(c, x, g), 2, 0, 1),
     "exchanged and added": lambda c, x, g: c(aten.sum.dim_IntList, of_each(c, x, g), [0]),
-    "scaled and back": lambda c, x, g: times(c, reduced(c, times(c, x, 3.0), g), 1 / 3),
-    "negated": lambda c, x, g: c(aten.neg.default, reduced(c, c(aten.neg.default, x), g)),
     "a mean times as many": lambda c, x, g: times(c, reduced(c, x, g, "avg"), 3.0),
-    "the mean of copies": lambda c, x, g: reduced(c, reduced(c, x, g), g, "avg"),
     "the largest of copies": lambda c, x, g: reduced(c, reduced(c, x, g), g, "max"),
-    "copies added and divided": lambda c, x, g: c(aten.div.Tensor, reduced(c, reduced(c, x, g), g), RANKS),
 }
 WRONG: dict[str, Written] = {
-    "one is missing": lambda c, x, g: rows(c, shares(c, x, g), 0, 2),
-    "one twice": lambda c, x, g: rows(c, shares(c, x, g), 0, 1, 2, 1),
     "one for another": lambda c, x, g: rows(c, shares(c, x, g), 0, 1, 1),
-    "one alone": lambda c, x, g: rows(c, shares(c, x, g), 1),
-    "its own more": lambda c, x, g: c(aten.add.Tensor, rows(c, shares(c, x, g), 0, 1, 2), x),
-    "added and added": lambda c, x, g: reduced(c, c(aten.sum.dim_IntList, shares(c, x, g), [0]), g),
     "shares reduced": lambda c, x, g: rows(c, reduced(c, shares(c, x, g), g), 0),
     "along another dim": lambda c, x, g: c(aten.sum.dim_IntList, of_each(c, c(aten.t.default, x), g), [0]),
-    "scaled and not back": lambda c, x, g: times(c, reduced(c, times(c, x, 3.0), g), 0.3333),
-    "scaled by nothing": lambda c, x, g: times(c, reduced(c, times(c, x, 0.0), g), 1.0),
     "scaled out of range": lambda c, x, g: times(c, reduced(c, times(c, x, 1e-300), g), 1e300),
     "the largest of scaled": lambda c, x, g: times(c, reduced(c, times(c, x, -1.0), g, "max"), -1.0),
-    "a mean": lambda c, x, g: reduced(c, x, g, "avg"),
     "a mean of means": lambda c, x, g: times(c, reduced(c, reduced(c, x, g, "avg"), g, "avg"), 9.0),
     "copies added": lambda c, x, g: reduced(c, reduced(c, x, g), g),
-    "copies multiplied": lambda c, x, g: reduced(c, reduced(c, x, g), g, "product"),
 }
 
 
@@ -347,13 +283,13 @@ def test_sum_written_otherwise_is_unknown_and_agrees(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_not_the_sum_is_refused(name: str) -> None:
+def test_wrong_sum_is_refuted(name: str) -> None:
     pm = hand_planned()
     verdict = pm.verify(written(pm, WRONG[name]))
     assert verdict.status == ("unknown" if name == "scaled out of range" else "refuted")
 
 
-def test_what_one_rank_multiplies_alone_is_no_sum() -> None:
+def test_sum_to_which_one_rank_adds_twice_its_share_is_refuted() -> None:
     pm = hand_planned()
     alone = written(pm, lambda c, x, g: reduced(c, times(c, x, 2.0), g), range(1, 2))
     assert not pm.verify(alone)
