@@ -28,10 +28,8 @@ def in_iterations(count: int, rows: int = 2 * MANY) -> sx.ParallelModule:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("rows", [(2 * MANY, 2 * MANY), (3 * 16 + 10, 3 * MANY + 200)], ids=["even", "uneven"])
-@pytest.mark.one_in(2)
-def test_many_iterations_are_proven_from_few_programs(rows: tuple[int, int]) -> None:
-    few, many = (in_iterations(count, of).verify() for count, of in zip((16, MANY), rows, strict=True))
+def test_many_uneven_iterations_are_proven_from_few_programs() -> None:
+    few, many = (in_iterations(count, of).verify() for count, of in ((16, 3 * 16 + 10), (MANY, 3 * MANY + 200)))
     assert few and many, (few, many)
     for what in ("whole programs", "families", "distinct ops at every rank"):
         assert many.checked[what] == few.checked[what]
@@ -51,40 +49,39 @@ def renumbered(graph: fx.Graph, change: Callable[[int, int], list[tuple[int, int
     at.target, at.args = loop_ops.piecewise_index, (at.args[0], runs)
 
 
-def a_wrong_slice_in_iteration_100(graph: fx.Graph) -> None:
-    renumbered(graph, lambda a, n: [(0, a, n), (100, a + 99 * n, 0), (101, a + 101 * n, n)])
-
-
 def iteration_100_skipped(graph: fx.Graph) -> None:
     renumbered(graph, lambda a, n: [(0, a, n), (100, a + 101 * n, n)])
 
 
-def something_else_is_added(graph: fx.Graph) -> None:
+def rounder(graph: fx.Graph) -> None:
+    node = calls(graph, "memory.filled")[-1]
+    node.args = (*node.args[:2], torch.float16, *node.args[3:])
+
+
+def the_last_iteration_alone(graph: fx.Graph) -> None:
     node = calls(graph, "loop.add")[-1]
-    with graph.inserting_before(node):
-        other = graph.call_function(torch.ops.aten.neg.default, (node.args[1],))
-    other.meta = dict(node.meta)
-    node.args = (node.args[0], other)
+    node.replace_all_uses_with(node.args[1], delete_user_cb=lambda user: user.target is not loop_ops.end)
 
 
-NUMBERS = [a_wrong_slice_in_iteration_100, iteration_100_skipped, an_iteration_less, added_twice, stale]
+def read_before_the_end(graph: fx.Graph) -> None:
+    node = calls(graph, "loop.add")[-1]
+    with graph.inserting_after(node):
+        read = graph.call_function(torch.ops.aten.neg.default, (node,))
+    read.meta = dict(node.meta)
+
+
+DAMAGES = [iteration_100_skipped, an_iteration_less, added_twice, stale]
+DAMAGES += [rounder, the_last_iteration_alone, read_before_the_end]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("more", [0, MANY + 200], ids=["even", "uneven"])
-@pytest.mark.parametrize(
-    ("damage", "count"),
-    [*((each, MANY) for each in NUMBERS), pytest.param(something_else_is_added, 16, marks=pytest.mark.slow)],
-)
-def test_what_is_wrong_in_one_of_many_iterations_is_refused(
-    damage: Callable[[fx.Graph], None], count: int, more: int
-) -> None:
-    pm = in_iterations(count, 2 * MANY + more)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_one_of_many_iterations_is_refused(damage: Callable[[fx.Graph], None]) -> None:
+    pm = in_iterations(MANY, 3 * MANY + 200)
     program = pm.rank_program(1)
     damage(program.graph)
     verdict = pm.verify(modules={1: program.module()})
-    assert not verdict and verdict.fault is not None and verdict.fault.rank == 1
+    assert not verdict and verdict.why
     if "100" in damage.__name__:
         assert "iteration 100" in verdict.why
 
