@@ -1,7 +1,6 @@
 """Odd models that are sound: a table of them, how each is run against one device, and sound rewrites of them."""
 
-from . import graphs, images, sequences, structures, weights
-from .beside import run
-from .odd_model import ODD, mesh
+from . import models
+from .odd_model import ODD, mesh, run
 
-__all__ = ["ODD", "graphs", "images", "mesh", "run", "sequences", "structures", "weights"]
+__all__ = ["ODD", "mesh", "models", "run"]

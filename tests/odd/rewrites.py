@@ -30,7 +30,7 @@ def chain(*calls: tuple[Any, ...]) -> Write:
     return write
 
 
-def turned(call: Call, x: Value) -> Value | None:
+def transposed(call: Call, x: Value) -> Value | None:
     return call(aten.permute.default, call(aten.permute.default, x, _moved(x, 1)), _moved(x, -1)) if _dims(x) else None
 
 
@@ -43,18 +43,8 @@ def _dims(x: Value, size: int = 1) -> bool:
     return len(x.shape) > 0 and x.shape[0] >= size
 
 
-def exchanged(call: Call, x: Value) -> Value | None:
-    if len(x.shape) < 2:
-        return None
-    return call(aten.transpose.int, call(aten.transpose.int, x, -1, -2), -1, -2)
-
-
 def flipped(call: Call, x: Value) -> Value | None:
     return call(aten.flip.default, call(aten.flip.default, x, [0]), [0]) if _dims(x) else None
-
-
-def rolled(call: Call, x: Value) -> Value | None:
-    return call(aten.roll.default, call(aten.roll.default, x, [1], [0]), [-1], [0]) if _dims(x, 2) else None
 
 
 def halves(call: Call, x: Value) -> Value | None:
@@ -93,10 +83,8 @@ REWRITES: Mapping[str, Write] = {
     "by 1": chain((aten.div.Tensor, 1)),
     "minus minus": chain((aten.neg.default,), (aten.neg.default,)),
     "twice, and half": chain((aten.mul.Tensor, 2.0), (aten.mul.Tensor, 0.5)),
-    "turned": turned,
-    "exchanged": exchanged,
+    "transposed": transposed,
     "flipped": flipped,
-    "rolled": rolled,
     "halves": halves,
     "flat": flat,
     "widened": widened,

@@ -33,13 +33,12 @@ def one_process() -> Iterator[None]:
     AcceleratorState._reset_state(True)
 
 
-def test_autocast_is_around_the_calls() -> None:
+def test_mixed_precision_of_accelerate_is_autocast() -> None:
     model = mlp().float()
     hints = sx.Hints(args=(X.float(),), loss=F.cross_entropy, targets=(Y,), specs=SPECS)
     accelerator = ParallelAccelerator(mesh=sx.Mesh(dp=2), hints=hints, cpu=True, mixed_precision="bf16")
     pm = accelerator.prepare(copy.deepcopy(model))
     accelerator.backward(loss := pm(X.float(), Y))
-    assert len(pm._variants.known) == 1  # it was captured so
     AcceleratorState._reset_state(True)
     alone = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     expected = F.cross_entropy(alone(X.float()), Y)
@@ -50,7 +49,7 @@ def test_autocast_is_around_the_calls() -> None:
 
 
 @pytest.mark.long
-def test_what_is_saved_is_whole(tmp_path: Path) -> None:
+def test_saved_state_and_model_are_full_tensors(tmp_path: Path) -> None:
     accelerator = ParallelAccelerator(mesh=MESH, hints=HINTS, cpu=True)
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -58,19 +57,17 @@ def test_what_is_saved_is_whole(tmp_path: Path) -> None:
     prepared = accelerator.prepare(optimizer)  # one by one, too
     accelerator.backward(pm(X, Y))
     prepared.step()
-    for safe in (True, False):
-        accelerator.save_state(tmp_path / f"{safe}", safe_serialization=safe)
+    accelerator.save_state(tmp_path / "state")
     accelerator.save_model(pm, tmp_path)
     state, moments = pm.full_state_dict(), prepared.state_dict()
     assert all(torch.equal(state[name], each) for name, each in load_file(tmp_path / "model.safetensors").items())
-    for safe in (True, False):
-        accelerator.backward(pm(X, Y))
-        prepared.step()
-        assert not near(pm.full_state_dict()["0.weight"], state["0.weight"])
-        accelerator.load_state(tmp_path / f"{safe}")
-        assert all(torch.equal(each, state[name]) for name, each in pm.full_state_dict().items())
-        now = prepared.state_dict()["state"]
-        assert all(torch.equal(now[i]["exp_avg"], each["exp_avg"]) for i, each in moments["state"].items())
+    accelerator.backward(pm(X, Y))
+    prepared.step()
+    assert not near(pm.full_state_dict()["0.weight"], state["0.weight"])
+    accelerator.load_state(tmp_path / "state")
+    assert all(torch.equal(each, state[name]) for name, each in pm.full_state_dict().items())
+    now = prepared.state_dict()["state"]
+    assert all(torch.equal(now[i]["exp_avg"], each["exp_avg"]) for i, each in moments["state"].items())
     assert accelerator.get_state_dict(nn.Linear(2, 2)).keys() == {"weight", "bias"}
 
 
@@ -86,7 +83,7 @@ def test_metrics_need_no_gathering() -> None:
 
 
 @pytest.mark.long
-def test_several_models_are_made_parallel_before() -> None:
+def test_several_models_must_be_parallel_before() -> None:
     accelerator = ParallelAccelerator(cpu=True)
     with pytest.raises(sx.Error, match=r"no plan for this model(.|\n)*pass shardfx.parallelize"):
         accelerator.prepare(mlp())

@@ -16,9 +16,7 @@ import shardfx as sx
 from benchmarks.capture_front_ends import without_lines
 from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
 from shardfx.ir.capture.frontend.model_preparation import without_weights
-from shardfx.ir.capture.graph_interpreter import interpret
 from shardfx.ir.capture.trace import Captured, capture
-from shardfx.ir.graph import OutputKind
 from shardfx.ir.unfolding.unfold import unfolded
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
@@ -101,29 +99,6 @@ def test_both_captures_give_the_same_text(
     assert without_lines(by_dynamo(made, loss, args, targets).graph) == without_lines(exported)
 
 
-@pytest.mark.long
-def test_unedited_decoder_has_eagers_gradients() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, vocab_size=40, use_cache=False, **sizes)).double()
-    ids = torch.randint(0, 40, (2, 12))
-
-    def loss(out: Any, labels: Tensor) -> Tensor:
-        return F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
-
-    graph = by_dynamo(model, loss, (ids,), (ids,)).graph
-    known = {name: each.detach() for name, each in (*model.named_parameters(), *model.named_buffers())}
-    inputs = {each.name: known.get(each.name, ids) for each in graph.inputs}
-    values = interpret(graph, inputs)
-    expected = loss(model(ids), ids)
-    expected.backward()
-    grads = {o.name: values[o.value] for o in graph.outputs if o.kind is OutputKind.GRADIENT}
-    assert grads.keys() == {name for name, p in model.named_parameters() if p.requires_grad}
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-5, atol=1e-7)  # rotary tables are in float32
-
-
 @dataclass
 class Out:
     """Results in a class that pytree does not know."""
@@ -147,14 +122,6 @@ class Stateful(nn.Module):
         self.mean = self.mean + h.detach().mean(0)
         self.kept = h.detach()
         return Out(h, self.calls)
-
-
-def test_a_tensor_passed_twice_counts_as_two_inputs() -> None:
-    model = without_weights(RangeChecks())
-    trace = trace_call(TracedCall(model, F.cross_entropy, (IDS,), {}, (IDS,)))
-    assert {"args.0", "targets.0"} <= {*trace.inputs}
-    for targets in (IDS, IDS.clone()):
-        assert trace.is_valid(TracedCall(model, F.cross_entropy, (IDS,), {}, (targets,)))
 
 
 def test_guards_name_what_changed() -> None:

@@ -79,18 +79,15 @@ class Net(nn.Module):
 
 rounded = Rounded.apply
 BETWEEN: dict[str, Callable[..., Any]] = {
-    "bound before": lambda x, w: rounded(x) * w,
     "of several tensors": lambda x, w: sum(Scaled.apply(x, 2.0, w)),
     "twice, with a context apart": lambda x, w: Reversed.apply(Rounded.apply(x) * w, 0.5),
-    "in a checkpoint": lambda x, w: checkpoint(lambda x: rounded(x).sin() * w, x, use_reentrant=False),
     "in a reentrant checkpoint": lambda x, w: checkpoint(lambda x: rounded(x).sin(), x, use_reentrant=True) * w,
 }
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("which", BETWEEN)
-def test_a_function_has_its_own_gradient(which: str) -> None:
+def test_autograd_function_has_its_own_gradient(which: str) -> None:
     x, y = batch()
     torch.manual_seed(0)
     model = Net(BETWEEN[which]).double()
@@ -150,35 +147,29 @@ class Deep(nn.Module):
 
 CHECKPOINTS: dict[str, Callable[..., Any]] = {
     "a module": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
-    "a module, reentrant": lambda layer, x: checkpoint(partial(layer.forward), x, use_reentrant=True),
-    "its forward": lambda layer, x: checkpoint(partial(nn.Sequential.forward, layer), x, use_reentrant=False),
-    "what calls one": lambda layer, x: checkpoint(lambda x: layer(x) * 1.0, x, use_reentrant=False),
+    "its forward, reentrant": lambda layer, x: checkpoint(partial(layer.forward), x, use_reentrant=True),
 }
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("which", "count"), [*((which, 2) for which in CHECKPOINTS), ("a module", 12)])
-@pytest.mark.one_in(4)
-def test_what_a_model_checkpoints_is_recomputed(which: str, count: int) -> None:
-    """As patterns for the hints, also of equal blocks that capture leaves out; unless hints say otherwise."""
+@pytest.mark.parametrize(("which", "count"), [("its forward, reentrant", 2), ("a module", 12)])
+def test_blocks_that_a_model_checkpoints_are_recomputed(which: str, count: int) -> None:
+    """Also equal blocks that capture leaves out; unless hints say otherwise."""
     x, y = batch()
     torch.manual_seed(0)
     model = Deep(CHECKPOINTS[which], count).double()
     kept, pm = parallel(copy.deepcopy(model), recompute=()), parallel(copy.deepcopy(model))
-    assert [str(each) for each in pm._compiled.passes if each.name == "recompute"] == [str(sx.Recompute("layers.*"))]
     assert any("layers.*: recomputed in the backward" in note for note in pm.planned.notes)
     same_step(pm, model, x, y)
     assert pm.verify() and pm.memory().peak < kept.memory().peak
-    assert not [each for each in kept._compiled.passes if each.name == "recompute"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_within_another_one(reentrant: bool) -> None:
+def test_checkpoint_within_another_one_matches_eager() -> None:
     def within(layer: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(layer, torch.sin(x), use_reentrant=False).cos()  # type: ignore[no-any-return]
 
-    model = Deep(lambda layer, x: checkpoint(partial(within, layer), x, use_reentrant=reentrant), 2).double()
+    model = Deep(lambda layer, x: checkpoint(partial(within, layer), x, use_reentrant=True), 2).double()
     same_step(parallel(copy.deepcopy(model)), model, *batch())
 
 
@@ -221,18 +212,6 @@ def detached_read(inner: Inner, y: Tensor) -> Tensor:
     return y + inner.kept.detach()
 
 
-def not_read(inner: Inner, y: Tensor) -> Tensor:
-    inner.kept.mul_(0.9).add_(y.mean(0))
-    return y
-
-
-def computed_anew(inner: Inner, y: Tensor) -> Tensor:
-    fresh = inner.kept.detach() * 0.9 + y.mean(0)
-    with torch.no_grad():
-        inner.kept.copy_(fresh)
-    return y + fresh
-
-
 def written_through_a_view(inner: Inner, y: Tensor) -> Tensor:
     inner.kept[1:3].copy_(y.mean(0)[:2])
     return y * inner.kept.detach()
@@ -243,13 +222,11 @@ def with_an_infinite_derivative(inner: Inner, y: Tensor) -> Tensor:
     return y
 
 
-WRITTEN = [detached_read, not_read, computed_anew, written_through_a_view, with_an_infinite_derivative]
+WRITTEN = [(detached_read, "meta"), (written_through_a_view, "cpu"), (with_an_infinite_derivative, "cpu")]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("how", WRITTEN)
+@pytest.mark.parametrize(("how", "device"), WRITTEN)
 def test_buffer_written_in_place_with_gradient_matches_single_device(how: Callable[..., Tensor], device: str) -> None:
     torch.manual_seed(0)
     model = Model(how)
@@ -294,18 +271,12 @@ def read_behind(inner: Inner, y: Tensor) -> Tensor:
     return y + inner.kept
 
 
-def overwritten(inner: Inner, y: Tensor) -> Tensor:
-    inner.kept.copy_(y.mean(0))
-    return y + inner.kept
-
-
 def nothing_saved(inner: Inner, y: Tensor) -> Tensor:
     inner.kept.add_(inner.bias)
     return inner.kept.sum()
 
 
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("how", [read_behind, overwritten, nothing_saved])
+@pytest.mark.parametrize(("how", "device"), [(read_behind, "cpu"), (nothing_saved, "meta")])
 def test_backward_through_the_previous_call_is_refused(how: Callable[..., Tensor], device: str) -> None:
     model = Model(how).to(device)
     loss = (lambda out: out) if how is nothing_saved else (lambda out: out.pow(2).sum())

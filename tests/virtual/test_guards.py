@@ -14,15 +14,10 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import Guard, OutputKind
-from shardfx.ir.text import parse_graph, print_graph
+from shardfx.ir.text import parse_graph
 from tests.zoo.cases import double
 
 F64 = torch.float64
-MESHES = [
-    (sx.Mesh(dp=2), {"args.0": "dp, -"}),
-    (sx.Mesh(tp=2), {"block.fc.weight": "tp, -"}),
-    (sx.Mesh(dp=2, tp=2), {"args.0": "dp, -", "block.fc.weight": "tp, -"}),
-]
 
 
 class Block(nn.Module):
@@ -73,11 +68,9 @@ def guards(pm: sx.ParallelModule) -> list[Guard]:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:redundant compute over dp")  # what a mask picks of a batch is computed whole
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize(("mesh", "specs"), MESHES, ids=[str(mesh) for mesh, _ in MESHES])
-def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[str, str]) -> None:
+def test_branch_of_the_example_equals_one_device() -> None:
     model, args = Net(), batch()
-    pm = make(model, args, mesh, specs=specs)
+    pm = make(model, args, sx.Mesh(dp=2, tp=2), specs={"args.0": "dp, -", "block.fc.weight": "tp, -"})
     reference = copy.deepcopy(model)
     expected = loss(reference(*args))
     expected.backward()
@@ -90,11 +83,10 @@ def test_the_branch_of_the_example_equals_one_device(mesh: sx.Mesh, specs: dict[
     assert pm.full_state_dict()["block.calls"] == 1
     assert [guard.where.module for guard in guards(pm)] == ["block"] * 3
     assert pm.verify()
-    assert parse_graph(print_graph(pm.planned)).outputs[-1].name == pm.planned.outputs[-1].name
     assert str(parse_graph(str(pm.planned))) == str(pm.planned)
 
 
-def test_another_branch_is_an_error_and_changes_nothing() -> None:
+def test_call_that_takes_another_branch_is_an_error_and_changes_nothing() -> None:
     model, (x, mask, image) = Net(), batch()
     pm = make(model, (x, mask, image))
     with torch.no_grad():
@@ -153,7 +145,7 @@ class Asks(nn.Module):
 
 
 @pytest.mark.long
-def test_all_that_can_be_asked() -> None:
+def test_reads_of_data_of_all_kinds_are_guarded() -> None:
     x, n = torch.randn(5, 5, dtype=F64), torch.tensor([1, 2, 0, 2, 0])
     expected = Asks()(x, n)
     pm = make(Asks(), (x, n), loss=None, specs={"args.0": "dp, -"})
@@ -161,18 +153,6 @@ def test_all_that_can_be_asked() -> None:
         torch.testing.assert_close(made, expected[name], msg=lambda text, name=name: f"{name}: {text}")
     with pytest.raises(sx.Error, match="elsewhere"):
         pm(x, n.flip(0))
-
-
-class Constant(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x * 2 if torch.arange(3).sum() > 2 else x
-
-
-def test_what_no_input_decides_needs_no_guard() -> None:
-    x = torch.randn(4, 4, dtype=F64)
-    pm = make(Constant(), (x,), loss=None)
-    assert not guards(pm)
-    assert torch.equal(pm(x), x * 2)
 
 
 def test_a_guard_of_the_loss_does_not_concern_the_results() -> None:
@@ -193,7 +173,7 @@ def test_a_guard_of_the_loss_does_not_concern_the_results() -> None:
 
 
 @pytest.mark.long
-def test_a_proof_takes_no_graph_whose_guards_are_others() -> None:
+def test_graph_with_other_guards_is_not_proven() -> None:
     pm = make(Net(), batch())
     assert sx.rerun.prove(pm.captured, pm.planned)
     gone = pm.planned.copy()
@@ -223,7 +203,7 @@ class ByMode(nn.Module):
 
 
 @pytest.mark.long
-def test_another_form_of_call_is_planned_for_its_own_data() -> None:
+def test_another_call_signature_is_planned_for_its_own_data() -> None:
     x = torch.randn(8, 6, dtype=F64)
     model = ByMode()
     pm = make(model, (x,), specs={"args.0": "dp, -"})
@@ -249,7 +229,7 @@ class Branches(nn.Module):
         return self.inner(x, mask, image)
 
 
-def test_without_guards_it_is_refused_in_our_words_alone(capfd: pytest.CaptureFixture[str]) -> None:
+def test_branch_on_data_without_guard_is_refused_in_our_words_alone(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(sx.Error, match="depend on the data") as caught:
         make(Branches(), batch(), guard=False)
     assert caught.value.where is not None and caught.value.remedy is not None
@@ -263,13 +243,13 @@ class Unique(nn.Module):
         return x.unique()
 
 
-def test_what_guards_do_not_know_is_refused() -> None:
+def test_op_that_guards_do_not_know_is_refused() -> None:
     with pytest.raises(sx.Error, match=r"depend on the data(.|\n)*ops that guards know") as caught:
         make(Unique(), (torch.randn(4),), loss=None)
     assert "x.unique()" in str(caught.value) and "guard=True" not in str(caught.value.remedy)
 
 
-def test_examples_and_weights_must_be_real() -> None:
+def test_guard_on_meta_examples_or_weights_is_an_error() -> None:
     x, mask, image = batch()
     with pytest.raises(sx.Error, match=r"no content(.|\n)*guard=True"):
         make(Net(), (x.to("meta"), mask, image))
@@ -305,38 +285,15 @@ def _llava() -> tuple[nn.Module, dict[str, Tensor]]:
     return LlavaForConditionalGeneration(config), {"input_ids": tokens, "pixel_values": torch.randn(4, 3, 8, 8)}
 
 
-def _longformer() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Which tokens are seen by all is a mask of the data."""
-    from transformers import LongformerConfig, LongformerModel
-
-    config = LongformerConfig(
-        vocab_size=64,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=40,
-        attention_window=8,
-    )
-    ones = torch.ones(4, 16, dtype=torch.long)
-    seen_by_all = ones * (torch.arange(16) == 0)
-    return LongformerModel(config), {
-        "input_ids": _tokens(),
-        "attention_mask": ones,
-        "global_attention_mask": seen_by_all,
-    }
-
-
 def _first_result(out: Any) -> Tensor:
     return out[0].square().mean()  # type: ignore[no-any-return]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
-@pytest.mark.parametrize(("build", "tolerance"), [(_llava, 1e-12), (_longformer, 1e-8)])  # float32 inside: longformer
-def test_models_of_transformers(build: Callable[[], Any], tolerance: float) -> None:
+def test_guarded_llava_equals_one_device() -> None:
     with double():
-        model, kwargs = build()
+        model, kwargs = _llava()
         model.eval()
         kept = copy.deepcopy(model)
         pm = make(model, (), kwargs=kwargs, loss=_first_result, specs={"kwargs.input_ids": "dp, -"})
@@ -345,8 +302,7 @@ def test_models_of_transformers(build: Callable[[], Any], tolerance: float) -> N
         pm(**kwargs).backward()
     grads = pm.full_grads()
     apart = [(grads[n] - p.grad).abs().max() for n, p in kept.named_parameters() if p.grad is not None]
-    assert max(apart) < tolerance
+    assert max(apart) < 1e-12
     assert guards(pm) and pm.verify()
-    other = {"input_ids": torch.full((4, 16), 7), "global_attention_mask": torch.ones(4, 16, dtype=torch.long)}
     with double(), pytest.raises(sx.Error, match=r"elsewhere(.|\n)*modeling_"):
-        pm(**kwargs | {name: other[name] for name in kwargs if name in other})
+        pm(**kwargs | {"input_ids": torch.full((4, 16), 7)})

@@ -45,14 +45,9 @@ def module_of(model: nn.Module) -> nn.Module:
     return exported(model).module()
 
 
-def unchanged(model: nn.Module) -> nn.Module:
-    return model
-
-
 @pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("kind", [unchanged, exported, module_of])
-def test_it_trains_as_one_device_does(kind: object) -> None:
+@pytest.mark.parametrize("kind", [exported, module_of])
+def test_exported_model_trains_as_one_device_does(kind: object) -> None:
     torch.manual_seed(0)
     model = Mixer()
     alone = deepcopy(model)
@@ -72,7 +67,7 @@ def test_an_exported_program_is_the_same_in_both_modes() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
+@pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_the_graph_names_no_device(device: str) -> None:
     """Planned on fake tensors of a device that need not be there."""
     hints = sx.Hints(args=(X,), loss=loss, specs=SPECS)
@@ -116,48 +111,20 @@ def test_a_program_of_dynamic_shapes_is_refused() -> None:
 class Recurrent(nn.Module):
     """Two layers over steps of time, and a head."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.head = kind(6, 8, num_layers=2, batch_first=True), nn.Linear(8, 4)
+        self.layers, self.head = nn.LSTM(6, 8, num_layers=2, batch_first=True), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layers(x)[0])
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_are_none_of_a_library_of_cpus(kind: type[nn.RNNBase]) -> None:
+def test_lstm_is_captured_without_onednn() -> None:
     """In float32 oneDNN has an LSTM of its own, whose backward takes what no other device has."""
     torch.manual_seed(0)
-    model, x = Recurrent(kind), torch.randn(8, 5, 6)
+    model, x = Recurrent(), torch.randn(8, 5, 6)
     alone = deepcopy(model)
     hints = sx.Hints(args=(x,), loss=lambda out: out.square().mean(), specs={"args.0": "dp, -, -"})
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints)
     check_step(pm, alone, lambda out: out.square().mean(), (x,), bound=1e-5)
-
-
-class Routed(nn.Module):
-    """Rows of an expert are added where they came from, one expert after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.gate, self.experts = nn.Linear(6, 3), nn.Parameter(torch.randn(3, 6, 6))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        (share, chosen), out = self.gate(x).softmax(-1).max(-1), torch.zeros_like(x)
-        for expert in range(3):
-            (rows,) = torch.where(chosen == expert)
-            out.index_add_(0, rows, x[rows] @ self.experts[expert] * share[rows, None])
-        return out
-
-
-@pytest.mark.long
-def test_what_is_added_in_place_is_added_once_to_the_example() -> None:
-    """The second layer chooses by what the first one gave: not by twice that."""
-    model, x = nn.Sequential(Routed(), Routed()).double(), torch.randn(9, 6, dtype=torch.float64)
-    hints = sx.Hints(args=(x,), loss=lambda out: out.sin().sum(), specs={"*.experts": "ep, -, -"}, guard=True)
-    alone = deepcopy(model)
-    pm = sx.parallelize(model, sx.Mesh(ep=3), hints, virtual=True)
-    check_step(pm, alone, lambda out: out.sin().sum(), (x,), proven=False)

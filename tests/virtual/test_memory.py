@@ -20,7 +20,7 @@ from tests.zoo import make
 
 
 @pytest.mark.long
-def test_what_is_recomputed_or_offloaded_draws_the_same_masks() -> None:
+def test_recomputed_and_offloaded_dropout_draws_the_same_masks() -> None:
     """Loss and gradients of a model with dropout are those without, to the bit."""
     found = []
     for hints in ({}, {"recompute": "**"}, {"offload": (sx.Offload("activations", min_numel=0),)}):
@@ -68,8 +68,8 @@ def blocks(mesh: sx.Mesh | None = None, specs: dict[str, str] | None = None, **h
         return sx.parallelize(Blocks(), mesh or sx.Mesh(dp=2), given)
 
 
-@pytest.mark.slow
-def test_the_figure_says_what_holds_it(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_peak_memory_names_what_holds_it(tmp_path: Path) -> None:
     pm = blocks()
     memory = pm.memory()
     assert memory.peak == pm.report().memory.peak == sum(memory.by_category.values())
@@ -124,26 +124,24 @@ def test_zero_stores_shards_and_gathers_them_again() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("level", [1, 3])
-def test_at_most_two_segments_of_gathered_parameters_are_whole(level: int) -> None:
-    """One is used, and one under way. On level 1 parameters are gathered once, in fewer segments, and stay."""
+def test_zero_3_gathers_at_most_two_segments_at_a_time() -> None:
+    """One is used, and one under way."""
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     x = torch.zeros(4, 512)
-    hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH, zero=level)
+    hints = sx.Hints(args=(x,), loss=F.mse_loss, targets=(x,), specs=BATCH, zero=3)
     found = replay(sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True).rank_program(0))
     gathers = [call for call in found.calls if call.target is memory_ops.all_gather_into]
-    assert len(gathers) == (8 + 7 if level == 3 else 4)  # nobody asks for the gradient of the input
+    assert len(gathers) == 8 + 7  # nobody asks for the gradient of the input
     whole = [each for each in found.storages if each.category == "gathered" and each.kept]
     alive = [sum(each.nbytes for each in whole if each.born <= call <= each.last) for call in range(len(found.calls))]
-    segment = 4 * 512 * 513
-    assert (max(alive) <= 2 * segment) == (level == 3), (max(alive), segment)
+    assert max(alive) <= 2 * 4 * 512 * 513
 
 
 # ---- a budget
 
 
 @pytest.mark.long
-def test_a_budget_that_holds_and_one_that_does_not() -> None:
+def test_budget_that_does_not_hold_is_an_error_with_remedies() -> None:
     peak = blocks().memory().peak
     assert blocks(memory=peak).memory().peak == peak
     with pytest.raises(sx.Error, match="more than Hints") as raised:
@@ -157,8 +155,8 @@ def test_a_budget_that_holds_and_one_that_does_not() -> None:
 
 
 @pytest.mark.long
-def test_what_may_be_offloaded_is_a_remedy() -> None:
-    """Where the other features are asked for already, and it is not; a copy holds its source until it is waited for."""
+def test_offload_is_a_remedy_where_recompute_and_zero_are_on() -> None:
+    """A copy holds its source until it is waited for."""
     hints: dict[str, Any] = {"recompute": "layers.0", "zero": 3, "zero_min_numel": 0}
     with pytest.raises(sx.Error, match="more than Hints") as raised:
         blocks(memory="350 kB", **hints)
@@ -178,10 +176,8 @@ def test_what_may_be_offloaded_is_a_remedy() -> None:
     [
         ({"zero": 4}, "a level: 0, 1, 2 or 3"),
         ({"zero": 3, "zero_axis": "pd"}, "unknown mesh axis 'pd'"),
-        ({"zero": 3, "zero_axis": ()}, "the name of a mesh axis"),
         ({"zero_min_numel": -1}, "a number of elements"),
         ({"memory": "16 bytes of ram"}, "16GiB"),
-        ({"memory": 0}, "a number of bytes"),
         ({"recompute": "layer.*"}, "matches none of the modules"),
         ({"recompute": sx.Recompute("layers.*", save="aten.mn")}, "matches none of the ops"),
         ({"recompute": sx.Recompute("layers.*", shard_saved="sp")}, "unknown mesh axis 'sp'"),
@@ -192,7 +188,7 @@ def test_what_may_be_offloaded_is_a_remedy() -> None:
     ],
     ids=str,
 )
-def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
+def test_wrong_memory_hints_are_errors(hints: dict[str, Any], what: str) -> None:
     with pytest.raises(sx.Error) as raised:
         blocks(**hints)
     assert what in str(raised.value)
@@ -203,13 +199,11 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
     [
         ({"modules": 5}, "str | Sequence[str]"),
         ({"modules": "layers.*", "save": ("aten.mm", 1)}, "str | Sequence[str]"),
-        ({"modules": "layers.*", "count": -1}, "0 or more"),
         ({"modules": "layers.*", "segment": 0}, "1 or more"),
-        ({"modules": "layers.*", "comm": "no"}, "bool"),
     ],
     ids=str,
 )
-def test_what_recompute_is_told_is_of_its_kind(told: dict[str, Any], what: str) -> None:
+def test_wrong_arguments_of_recompute_are_errors(told: dict[str, Any], what: str) -> None:
     with pytest.raises(sx.Error, match="is of another kind") as raised:
         sx.Recompute(**told)
     assert what in str(raised.value) and raised.value.remedy

@@ -1,4 +1,4 @@
-"""Scripts that look at the module: names, attributes, classes and methods are the model's own."""
+"""The parallel module as scripts see it: names, attributes, classes, methods and containers are the model's own."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ import shardfx as sx
 from .test_calls import batch, near, parallel
 
 X, Y = batch()
-MESHES = {
-    "dp": (sx.Mesh(dp=2), {"args.0": "dp, -", "targets.0": "dp"}),
-    "tp": (sx.Mesh(dp=2, tp=2), {"args.0": "dp, -", "targets.0": "dp", "first.weight": "tp, -"}),
-}
 
 
 class Net(nn.Module):
@@ -69,15 +65,14 @@ def by_type(model: nn.Module) -> dict[str, str]:
     return found
 
 
-@pytest.fixture(params=MESHES)
-def both(request: pytest.FixtureRequest) -> tuple[sx.ParallelModule, Net]:
+@pytest.fixture
+def both() -> tuple[sx.ParallelModule, Net]:
     torch.manual_seed(0)
-    mesh, specs = MESHES[request.param]
-    model = Net().double()
-    return parallel(model, mesh, specs=specs), copy.deepcopy(model)
+    model, specs = Net().double(), {"args.0": "dp, -", "targets.0": "dp", "first.weight": "tp, -"}
+    return parallel(model, sx.Mesh(dp=2, tp=2), specs=specs), copy.deepcopy(model)
 
 
-def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
+def test_attributes_and_methods_are_the_models(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     assert pm.config == model.config and pm.width == 16 and pm.no_weight_decay() == {"first.bias"}
     assert pm.module is pm and pm.first.in_features == 8 and pm.drop.p == 0.0 and pm.norm.eps == model.norm.eps
@@ -91,7 +86,7 @@ def test_attributes_and_methods(both: tuple[sx.ParallelModule, Net]) -> None:
 
 
 @pytest.mark.long
-def test_the_model_with_whole_weights(both: tuple[sx.ParallelModule, Net]) -> None:
+def test_gathered_model_has_full_weights(both: tuple[sx.ParallelModule, Net]) -> None:
     """For ``generate``, ``save_pretrained`` and the like."""
     pm, model = both
     for each, loss in ((pm, lambda: pm(X, Y)), (model, lambda: F.cross_entropy(model(X), Y))):
@@ -106,7 +101,7 @@ def test_the_model_with_whole_weights(both: tuple[sx.ParallelModule, Net]) -> No
         whole.last.weight.zero_()
 
 
-def test_accumulation_as_for_ddp(both: tuple[sx.ParallelModule, Net]) -> None:
+def test_no_sync_accumulates_as_ddp(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     with pm.no_sync():
         (pm(X, Y) / 2).backward()
@@ -116,7 +111,7 @@ def test_accumulation_as_for_ddp(both: tuple[sx.ParallelModule, Net]) -> None:
     assert all(p.grad is not None and near(grads[name], p.grad) for name, p in model.named_parameters())
 
 
-def test_names_and_modules(both: tuple[sx.ParallelModule, Net]) -> None:
+def test_names_and_types_of_modules_are_the_models(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     ours = {name.rpartition(".")[2] for name, _ in pm.named_parameters()}
     assert ours == {"weight", "bias"}
@@ -157,7 +152,7 @@ def test_modes_are_set_as_the_model_sets_them(both: tuple[sx.ParallelModule, Net
 
 
 @pytest.mark.long
-def test_averages_and_statistics(both: tuple[sx.ParallelModule, Net]) -> None:
+def test_averaged_model_and_update_bn_match_eager(both: tuple[sx.ParallelModule, Net]) -> None:
     """``AveragedModel`` is right; ``update_bn`` is for the model with full weights, and its statistics are loaded."""
     pm, model = both
     averages = [AveragedModel(each, use_buffers=True) for each in (pm, model)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import fx
 
 import shardfx as sx
 from shardfx.ir.graph import OutputKind
-from shardfx.ir.ops import memory_ops, pack
+from shardfx.ir.ops import pack
 from shardfx.ir.program.lower import Lowering
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.module import programs
@@ -57,17 +57,14 @@ def lowered_wrongly(target: Any, change: Callable[[tuple[Any, ...]], tuple[Any, 
 
 
 @pytest.mark.long
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(
-    ("target", "change"),
+    ("target", "change", "whole"),
     [
-        (aten.threshold_backward.default, lambda args: (args[0], args[1], 0.5)),
-        (aten.mm.default, lambda args: (args[1], args[0])),
-        (pack.take, lambda args: (*args[:3], 0, *args[4:])),
+        (aten.threshold_backward.default, lambda args: (args[0], args[1], 0.5), True),
+        (pack.take, lambda args: (*args[:3], 0, *args[4:]), False),
     ],
 )
-def test_lowering_that_is_wrong_on_a_rank(
+def test_lowering_that_is_wrong_on_one_rank_is_refuted(
     monkeypatch: pytest.MonkeyPatch, target: Any, change: Callable[..., Any], whole: bool
 ) -> None:
     monkeypatch.setattr(Lowering, "call", lowered_wrongly(target, change, whole))
@@ -75,7 +72,7 @@ def test_lowering_that_is_wrong_on_a_rank(
 
 
 @pytest.mark.long
-def test_a_rank_pass_that_is_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_pass_that_is_wrong_on_one_rank_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Waits.run
 
     def other(self: Waits, program: RankProgram, context: RankContext) -> bool:
@@ -89,7 +86,7 @@ def test_a_rank_pass_that_is_wrong_on_a_rank(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.long
-def test_a_slice_that_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slice_that_is_the_same_on_all_ranks_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank takes the first rows of the bias: right on some, and no number tells them apart."""
     call = Lowering.call
 
@@ -105,36 +102,19 @@ def test_a_slice_that_is_the_same_on_all_ranks(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.long
-def test_a_collective_with_another_group_on_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def other(program: RankProgram, *args: Any) -> RankProgram:
-        made = run_rank_passes(program, *args)
-        if made.rank == UNREAD:
-            start = next(node for node in made.graph.nodes if node.target is memory_ops.all_reduce_)
-            start.args = (*start.args[:-1], made.mesh.group_name(made.rank, ("dp", "tp")))
-        return made
-
-    monkeypatch.setattr(programs, "run_rank_passes", other)
-    verdict = many().verify()
-    assert not verdict
-    assert verdict.checked["programs read"] == 63 and verdict.checked["whole programs"] > 1
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("ranks", [pytest.param(range(64), marks=pytest.mark.slow), [UNREAD]])
-def test_a_program_for_fewer_outputs_that_is_wrong(monkeypatch: pytest.MonkeyPatch, ranks: Sequence[int]) -> None:
+def test_wrong_program_for_the_loss_alone_is_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was proven of training does not hold of a program for the loss alone."""
 
     def other(program: RankProgram, *args: Any) -> RankProgram:
         made = run_rank_passes(program, *args)
-        if made.rank in ranks and all(output.kind is not OutputKind.GRADIENT for output in made.outputs):
+        if made.rank == UNREAD and all(output.kind is not OutputKind.GRADIENT for output in made.outputs):
             relu = next(node for node in made.graph.nodes if node.target is aten.relu.default)
             relu.replace_all_uses_with(relu.args[0])
         return made
 
     monkeypatch.setattr(programs, "run_rank_passes", other)
     verdict = many().verify()
-    assert not verdict and verdict.fault is not None
-    assert verdict.fault.rank in ranks
+    assert not verdict and verdict.fault is not None and verdict.fault.rank == UNREAD
 
 
 # ---- numbers that ranks have their own of ---------------------------------------------------------------------------
