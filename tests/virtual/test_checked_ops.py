@@ -162,25 +162,6 @@ def test_a_distribution_that_validates_its_arguments() -> None:
         pm(x, -scale)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x, y: torch.corrcoef(x[0]) * x,
-        lambda x, y: torch.cov(x.T, fweights=y.round().long(), aweights=y),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")  # one row is no work to share
-def test_covariances_under_guard_equal_one_device(function: Callable[[Tensor, Tensor], Tensor]) -> None:
-    """Torch's own code asks whether its divisor is zero; Dynamo does not trace it."""
-    torch.manual_seed(0)
-    x, model = torch.randn(4, 6, dtype=torch.float64), OfTwo(function)
-    y = torch.tensor([0.7, 1.2, 0.6, 2.0], dtype=torch.float64)
-    hints = sx.Hints(args=(x, y), loss=torch.sum, specs={"args.0": "dp, -"}, guard=True)
-    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
-    check_step(pm, model, torch.sum, (x, y))
-
-
 def test_ctc_loss_is_computed_outside() -> None:
     x, y = torch.randn(8, 6, 4, dtype=torch.float64), torch.randint(1, 4, (8, 3))
     lengths = torch.full((8,), 6), torch.tensor([3, 2, 3, 1, 3, 2, 3, 1])

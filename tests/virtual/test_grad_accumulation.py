@@ -16,11 +16,9 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.cost.replay import replay
-from shardfx.ir.cost.traffic import TripCounts
 from shardfx.ir.ops import comm
 from shardfx.ir.program.loops.loop_regions import regions
 from shardfx.ir.program.program_text import parse_program
-from shardfx.visualize.boxes import Box
 from shardfx.visualize.detail import show
 from shardfx.visualize.graph_picture import picture_svg
 from shardfx.visualize.style import TIMES
@@ -340,26 +338,6 @@ def test_iterations_are_drawn_once_with_their_count() -> None:
     assert len(many) == len(few)
     assert sum(f"{TIMES} 256 iterations" in text for text in many) > 1
     assert any("accumulated over iterations; nothing is sent" in text for text in many)
-
-
-def test_each_box_says_the_iterations_of_what_is_in_it() -> None:
-    pm = plan(make("gpt_fused"), sx.Mesh(dp=2), grad_accumulation=2, zero=3, zero_min_numel=0)
-    iterations = TripCounts.of(pm.planned)
-    assert 0 < len(iterations.axes) < len(pm.planned.nodes)
-
-    def look(box: Box, around: tuple[str, ...]) -> None:
-        around = (*around, *box.loop_axes)
-        assert len(set(around)) == len(around)
-        for child in box.children:
-            look(child, around)
-        if not box.children and box.nodes:
-            shared = set.intersection(*({*iterations.axes.get(node, ())} for node in box.nodes))
-            assert {*around} == shared
-
-    for lane in show(pm.planned).lanes:
-        for box in lane.boxes:
-            if box.nodes or box.children:
-                look(box, ())
 
 
 @pytest.mark.long

@@ -5,88 +5,20 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import shardfx as sx
 from tests.on_gpu import without_synchronisation
+from tests.plans import plan
+from tests.zoo import make
 
 READS = ("item", "tolist", "numpy", "__int__", "__float__", "__bool__", "__index__")
 WARM, STEPS, MOST = 4, 3, 2
-VOCAB, DIM, LENGTH, BATCH = 32, 16, 8, 4
-
-
-class Mlp(nn.Module):
-    """Dropout between two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down, self.dropout = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM), nn.Dropout(0.2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.dropout(F.gelu(self.up(x))))
-        return out
-
-
-class Gpt(nn.Module):
-    """One block, with dropout of embeddings, attention and residuals."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.place = nn.Embedding(VOCAB, DIM), nn.Embedding(LENGTH, DIM)
-        self.norm, self.qkv, self.proj = nn.LayerNorm(DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
-        self.mlp, self.head, self.dropout = Mlp(), nn.Linear(DIM, VOCAB, bias=False), nn.Dropout(0.1)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.dropout(self.embed(tokens) + self.place(torch.arange(tokens.shape[1], device=tokens.device)))
-        q, k, v = (each.unflatten(-1, (2, -1)).transpose(1, 2) for each in self.qkv(self.norm(x)).chunk(3, -1))
-        seen = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1, is_causal=True)
-        x = x + self.dropout(self.proj(seen.transpose(1, 2).flatten(2)))
-        out: Tensor = self.head(x + self.mlp(x))
-        return out
-
-
-def next_token(out: Any, labels: Tensor) -> Tensor:
-    logits = out if isinstance(out, Tensor) else out.logits
-    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
-
-
-def squared_error(out: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(out.float(), target)  # torch 2.11 has no gradient where dtypes differ
-
-
-def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"vocab_size": VOCAB, "hidden_size": DIM, "intermediate_size": 32, "num_local_experts": 4}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, max_position_embeddings=LENGTH, use_cache=False))
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model, an example batch, and how it is planned."""
-
-    model: Callable[[], nn.Module]
-    example: tuple[Tensor, Tensor]
-    loss: Callable[..., Tensor]
-    specs: dict[str, str] = field(default_factory=dict)
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    return torch.randint(VOCAB, (BATCH, LENGTH)), torch.randint(VOCAB, (BATCH, LENGTH))
-
-
-MODELS = {
-    "mlp": Trained(Mlp, (torch.randn(BATCH, DIM), torch.randn(BATCH, DIM)), squared_error, {"up.weight": "tp, -"}),
-    "gpt": Trained(Gpt, tokens(), next_token, {"embed.weight": "tp, -", "head.weight": "tp, -"}),
-    "mixtral": Trained(mixtral, tokens(), next_token, {"model.layers.*.mlp.experts.*_proj": "tp, -, -"}),
-}
+MODELS = ("dropout_mlp", "hf_gpt2_dropout", "moe_mixtral")
 PROGRAMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bfloat16": {"clip_grad_norm": 1.0, "mixed_precision": torch.bfloat16},
@@ -98,13 +30,12 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 
 
 def planned(name: str, device: str = "cpu", **hints: Any) -> sx.ParallelModule:
-    torch.manual_seed(0)
-    made = MODELS[name]
-    x, y = made.example
-    asked = sx.Hints(
-        args=(x,), targets=(y,), loss=made.loss, specs={"args.0": "dp, -", **made.specs}, device=device, **hints
-    )
-    return sx.parallelize(made.model(), sx.Mesh(dp=2, tp=2), asked)
+    return plan(make(name), sx.Mesh(dp=2, tp=2), device=device, **hints)
+
+
+def batch_of(name: str, device: str = "cpu") -> list[Tensor]:
+    case = make(name)
+    return [each.to(device) for each in (*case.args, *case.kwargs.values(), *case.targets)]
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -131,7 +62,7 @@ def reads(patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         yield found
 
 
-def steps(pm: sx.ParallelModule, batch: tuple[Tensor, Tensor]) -> Iterator[Callable[[], Any]]:
+def steps(pm: sx.ParallelModule, batch: list[Tensor]) -> Iterator[Callable[[], Any]]:
     """One step after the other, each with a rate of its own."""
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(pm.optimizer, 100)
     for _ in range(WARM + STEPS):
@@ -148,7 +79,7 @@ def check_reads(found: list[str], count: int) -> None:
 def test_host_reads_of_a_step_with_its_update(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pm = planned(name, optimizer=adamw, **PROGRAMS["scaled"])
     found: list[str] = []
-    for number, step in enumerate(steps(pm, MODELS[name].example)):
+    for number, step in enumerate(steps(pm, batch_of(name))):
         with reads(monkeypatch) as read:
             step()
         found += read if number >= WARM else []
@@ -161,12 +92,12 @@ def test_host_reads_of_a_step_with_its_update(name: str, monkeypatch: pytest.Mon
 @pytest.mark.long
 def test_host_reads_of_a_call_and_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the optimizer reads is its own."""
-    name = "gpt"
+    name = "hf_gpt2_dropout"
     pm = planned(name)
     optimizer, found = adamw(pm.parameters()), []
     for number in range(WARM + STEPS):
         with reads(monkeypatch) as read:
-            loss = pm(*MODELS[name].example)
+            loss = pm(*batch_of(name))
             loss.backward()
             pm.clip_grad_norm_(1.0)
         optimizer.step()
@@ -175,19 +106,14 @@ def test_host_reads_of_a_call_and_its_backward(monkeypatch: pytest.MonkeyPatch) 
     check_reads(found, STEPS)
 
 
-def batch_on(name: str, device: str) -> tuple[Tensor, Tensor]:
-    x, y = MODELS[name].example
-    return x.to(device), y.to(device)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("name", "program", "device"),
-    [("mlp", "plain", "cuda"), ("gpt", "scaled", "cpu"), ("mixtral", "bfloat16", "cpu")],
+    [(MODELS[0], "plain", "cuda"), (MODELS[1], "scaled", "cpu"), (MODELS[2], "bfloat16", "cpu")],
 )
 def test_a_step_on_a_gpu_does_not_synchronise(name: str, program: str, device: str) -> None:
     """Also of a batch on the CPU."""
-    pm, batch = planned(name, "cuda", optimizer=adamw, **PROGRAMS[program]), batch_on(name, device)
+    pm, batch = planned(name, "cuda", optimizer=adamw, **PROGRAMS[program]), batch_of(name, device)
     for number, step in enumerate(steps(pm, batch)):
         with without_synchronisation() if number >= WARM else nullcontext():
             loss = step()
@@ -195,9 +121,9 @@ def test_a_step_on_a_gpu_does_not_synchronise(name: str, program: str, device: s
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("name", "compiled"), [("mixtral", False), ("mlp", True)])
+@pytest.mark.parametrize(("name", "compiled"), [("moe_mixtral", False), ("dropout_mlp", True)])
 def test_a_call_on_a_gpu_does_not_synchronise(name: str, compiled: bool) -> None:
-    pm, batch = planned(name, "cuda", mixed_precision=torch.bfloat16), batch_on(name, "cuda")
+    pm, batch = planned(name, "cuda", mixed_precision=torch.bfloat16), batch_of(name, "cuda")
     if compiled:
         pm.compile()
     for number in range(WARM + STEPS):
@@ -213,11 +139,11 @@ def test_a_call_on_a_gpu_does_not_synchronise(name: str, compiled: bool) -> None
 @pytest.mark.parametrize("pinned", [False, True])
 def test_a_batch_may_be_written_over_as_soon_as_a_call_returns(pinned: bool) -> None:
     """Also while the GPU has yet to begin with it."""
-    pm, ones = planned("mlp", "cuda").eval(), torch.ones(BATCH, DIM, device="cuda")
-    x = torch.ones(BATCH, DIM, pin_memory=pinned)
+    pm, (ones, _) = planned("dropout_mlp", "cuda").eval(), batch_of("dropout_mlp", "cuda")
+    x = torch.ones(ones.shape, dtype=ones.dtype, pin_memory=pinned)
     with torch.no_grad():
-        wanted = pm(ones, ones)
+        wanted = pm(ones.fill_(1))
         torch.cuda._sleep(10**8)
-        found = pm(x, ones)
+        found = pm(x)
         x.zero_()
         torch.testing.assert_close(found, wanted)
