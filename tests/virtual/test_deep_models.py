@@ -44,11 +44,6 @@ X, Y = torch.linspace(-1, 1, 32).reshape(8, 4).double(), torch.linspace(0, 1, 16
 STEPPED: dict[str, dict[str, Any]] = {
     "two groups, zero 3": {"optimizer": decayed, "zero": 3, "clip_grad_norm": 0.1},
     "norms, another first step": {"optimizer": KINDS["Lamb"], "zero": 1},
-    "a scale": {
-        "optimizer": KINDS["AdamW"],
-        "clip_grad_norm": 0.1,
-        "mixed_precision": sx.MixedPrecision(torch.float16, loss_scale=64.0),
-    },
 }
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 import shardfx as sx
 from shardfx.ir.graph import Guard, OutputKind
 from shardfx.ir.text import parse_graph
-from tests.zoo.cases import double
 
 F64 = torch.float64
 
@@ -266,43 +265,3 @@ def test_saved_programs_check_their_guards(tmp_path: Path) -> None:
     watched = {name for name in space["OUTPUTS"] if name.startswith(OutputKind.GUARD)}
     assert set(space["GUARDS"]) == watched and len(watched) == 3
     assert [expected for expected, _ in space["GUARDS"].values()][1:] == [3, 3]
-
-
-def _tokens() -> Tensor:
-    return torch.randint(5, 60, (4, 16))
-
-
-def _llava() -> tuple[nn.Module, dict[str, Tensor]]:
-    """Image features are scattered into the tokens that stand for them; that there are as many is asked."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    vision = CLIPVisionConfig(**size, image_size=8, patch_size=4)
-    words = LlamaConfig(**size, vocab_size=64, num_key_value_heads=2, max_position_embeddings=64, use_cache=False)
-    config = LlavaConfig(vision_config=vision, text_config=words, image_token_id=3, vision_feature_layer=-1)
-    tokens = _tokens()
-    tokens[:, 2:6] = 3
-    return LlavaForConditionalGeneration(config), {"input_ids": tokens, "pixel_values": torch.randn(4, 3, 8, 8)}
-
-
-def _first_result(out: Any) -> Tensor:
-    return out[0].square().mean()  # type: ignore[no-any-return]
-
-
-@pytest.mark.long
-@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
-def test_guarded_llava_equals_one_device() -> None:
-    with double():
-        model, kwargs = _llava()
-        model.eval()
-        kept = copy.deepcopy(model)
-        pm = make(model, (), kwargs=kwargs, loss=_first_result, specs={"kwargs.input_ids": "dp, -"})
-        expected = _first_result(kept(**kwargs))
-        expected.backward()
-        pm(**kwargs).backward()
-    grads = pm.full_grads()
-    apart = [(grads[n] - p.grad).abs().max() for n, p in kept.named_parameters() if p.grad is not None]
-    assert max(apart) < 1e-12
-    assert guards(pm) and pm.verify()
-    with double(), pytest.raises(sx.Error, match=r"elsewhere(.|\n)*modeling_"):
-        pm(**kwargs | {"input_ids": torch.full((4, 16), 7)})
