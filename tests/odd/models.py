@@ -186,7 +186,7 @@ class SizesOfOne(TwoLayers):
     normal(6, 4),
     targets=(normal(6, 4),),
     dp={"args.0": "dp, -"},
-    always={"guard": True},
+    more={"guard": True},
     tp={"experts.0.weight": "tp, -"},
 )
 class HardMixture(nn.Module):

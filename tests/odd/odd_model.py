@@ -3,15 +3,14 @@
     @odd(normal(4, 6, 8), targets=(ids(5, 4),), loss=F.cross_entropy, tp={"up.weight": "tp, -"}, more={"zero": 3})
     class Model(nn.Module): ...
 
-Each is run on ``dp=2`` (the first argument's rows), on ``tp=2`` where a weight can be sharded, and on both with
-``more``.
+Each is run on ``dp=2,tp=2`` (the first argument's rows over dp), or on ``dp=3`` where no weight can be sharded.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,7 +41,6 @@ class Given:
     model: nn.Module
     alone: nn.Module
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     targets: tuple[Any, ...]
 
 
@@ -53,37 +51,29 @@ class Odd:
     name: str
     made_by: Callable[[], nn.Module]
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
     targets: tuple[Any, ...]
     loss: Callable[..., Tensor]
     dp: Mapping[str, str]
     tp: Mapping[str, str]
-    more: Mapping[str, Any] = field(default_factory=dict)
-    always: Mapping[str, Any] = field(default_factory=dict)
-    close: float = 1e-9
+    more: Mapping[str, Any]
+    close: float
 
     def given(self) -> Given:
         """The same model and data at every call."""
         with double():
             model, alone = self.made_by(), self.made_by()
             alone.load_state_dict(model.state_dict())
-            drawn = [_drawn(each) for each in (self.args, self.kwargs, self.targets)]
+            drawn = [_drawn(each) for each in (self.args, self.targets)]
         return Given(model, alone, *drawn)
 
     def ways(self) -> Iterator[str]:
         """The meshes on which it is run."""
-        yield "dp=2"
-        if self.tp:
-            yield from ("tp=2", "dp=2,tp=2")
-        else:
-            yield "dp=3"
+        yield "dp=2,tp=2" if self.tp else "dp=3"
 
     def hints(self, way: str, given: Given, **more: Any) -> sx.Hints:
-        """What is said of it on a mesh: what it holds of its own is said on the mesh that is the last."""
-        specs = {**(self.dp if "dp" in way else {}), **(self.tp if "tp" in way else {})}
-        own = self.more if way in ("dp=2,tp=2", "dp=3") else {}
-        hinted = {**self.always, **own, **more}
-        return sx.Hints(given.args, given.kwargs, self.loss, given.targets, specs=specs, **hinted)
+        """What is said of it on a mesh."""
+        specs = {**self.dp, **(self.tp if "tp" in way else {})}
+        return sx.Hints(given.args, {}, self.loss, given.targets, specs=specs, **{**self.more, **more})
 
 
 ODD: dict[str, Odd] = {}
@@ -97,21 +87,19 @@ def mesh(way: str) -> sx.Mesh:
 
 def odd(
     *args: Any,
-    kwargs: Mapping[str, Any] | None = None,
     targets: tuple[Any, ...] = (),
     loss: Callable[..., Tensor] = F.mse_loss,
     dp: Mapping[str, str] | None = None,
     tp: Mapping[str, str] | None = None,
     more: Mapping[str, Any] | None = None,
-    always: Mapping[str, Any] | None = None,
     close: float = 1e-9,
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
     """Enter a class of modules.
 
     Args:
-        args, kwargs, targets: what draws each tensor, in any tuples and dicts.
+        args, targets: what draws each tensor, in any tuples and dicts.
         dp, tp: hints on the axes; without ``dp`` the first argument's rows are sharded.
-        more: further hints, on the last mesh; ``always``: on all.
+        more: further hints.
         close: how far apart numbers may be, in view of the largest.
     """
 
@@ -119,8 +107,7 @@ def odd(
         name = module.__name__
         rows = dp if dp is not None else {"args.0": f"dp{', -' * (_dims(args[0]) - 1)}"}
         assert name not in ODD, f"two odd models are named {name}"
-        given = (args, kwargs or {}, targets, loss, rows, tp or {}, more or {}, always or {}, close)
-        ODD[name] = Odd(name, module, *given)
+        ODD[name] = Odd(name, module, args, targets, loss, rows, tp or {}, more or {}, close)
         return module
 
     return entered
@@ -174,10 +161,10 @@ def trained(odd: Odd, pm: sx.ParallelModule, given: Given) -> list[str]:
     """What differs in two steps: losses, gradients of parameters and inputs, parameters and buffers at the end."""
     wrong: list[str] = []
     for step in range(2):
-        mine, theirs = (wanting((given.args, given.kwargs)) for _ in range(2))
-        ours = pm(*mine[0], *given.targets, **mine[1])
+        mine, theirs = (wanting(given.args) for _ in range(2))
+        ours = pm(*mine, *given.targets)
         ours.backward()
-        loss = odd.loss(given.alone(*theirs[0], **theirs[1]), *given.targets)
+        loss = odd.loss(given.alone(*theirs), *given.targets)
         loss.backward()
         wrong += differs(f"loss of step {step}", ours, loss, odd.close)
         grads = pm.full_grads()
@@ -203,8 +190,8 @@ def evaluated(odd: Odd, pm: sx.ParallelModule, given: Given) -> list[str]:
     """What differs in results and loss without training."""
     pm.eval(), given.alone.eval()
     with torch.no_grad():
-        loss, results = pm(*given.args, *given.targets, **given.kwargs, with_results=True)
-        out = given.alone(*given.args, **given.kwargs)
+        loss, results = pm(*given.args, *given.targets, with_results=True)
+        out = given.alone(*given.args)
         theirs = odd.loss(out, *given.targets)
     wrong = differs("loss in evaluation", loss, theirs, odd.close)
     for at, (a, b) in enumerate(zip(tree_leaves(results), tree_leaves(out), strict=True)):

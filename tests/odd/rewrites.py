@@ -47,27 +47,8 @@ def flipped(call: Call, x: Value) -> Value | None:
     return call(aten.flip.default, call(aten.flip.default, x, [0]), [0]) if _dims(x) else None
 
 
-def halves(call: Call, x: Value) -> Value | None:
-    """Slices of rows, put together again."""
-    if not _dims(x, 2):
-        return None
-    at = x.shape[0] // 2
-    return call(aten.cat.default, [call(aten.slice.Tensor, x, 0, 0, at), call(aten.slice.Tensor, x, 0, at, x.shape[0])])
-
-
 def flat(call: Call, x: Value) -> Value | None:
     return call(aten.reshape.default, call(aten.reshape.default, x, [-1]), list(x.shape)) if x.type.numel else None
-
-
-def widened(call: Call, x: Value) -> Value:
-    return call(aten.squeeze.dim, call(aten.unsqueeze.default, x, 0), 0)
-
-
-def padded(call: Call, x: Value) -> Value | None:
-    """A column more, and none."""
-    if not x.shape or x.type.dtype.is_complex:
-        return None
-    return call(aten.slice.Tensor, call(aten.constant_pad_nd.default, x, [0, 1]), -1, 0, x.shape[-1])
 
 
 def chosen(call: Call, x: Value) -> Value:
@@ -85,10 +66,7 @@ REWRITES: Mapping[str, Write] = {
     "twice, and half": chain((aten.mul.Tensor, 2.0), (aten.mul.Tensor, 0.5)),
     "transposed": transposed,
     "flipped": flipped,
-    "halves": halves,
     "flat": flat,
-    "widened": widened,
-    "padded": padded,
     "chosen": chosen,
 }
 """By name; each is what one value may be written as."""

@@ -212,23 +212,3 @@ def test_hooks_of_pm_are_called() -> None:
     pm.register_forward_hook(lambda *_: seen.append("module"))
     pm(x, y).backward()
     assert seen == ["module", "parameter", "accumulated"]
-
-
-@pytest.mark.long
-def test_hooks_of_all_modules_are_called_when_they_are_there() -> None:
-    x, y = batch()
-    model = mlp()
-    pm = parallel(copy.deepcopy(model))
-    for register in (nn.modules.module.register_module_forward_hook, None):
-        hook = register and register(lambda module, given, out: out * 2 if isinstance(module, nn.Linear) else None)
-        try:
-            assert near(pm(x, y), F.cross_entropy(model(x), y))
-        finally:
-            if hook:
-                hook.remove()
-    hook = nn.modules.module.register_module_full_backward_hook(lambda *given: None)
-    try:
-        with pytest.raises(sx.Error, match="a backward hook would never be called"):
-            pm(x, y)
-    finally:
-        hook.remove()

@@ -56,13 +56,6 @@ def failing(x: Tensor) -> Tensor:
     raise RuntimeError("only on a machine of ours")
 
 
-@torch.library.custom_op("shardfx_tests::careless", mutates_args=())
-def careless(x: Tensor) -> Tensor:
-    y = x * 2
-    x.zero_()
-    return y
-
-
 @torch.library.custom_op("shardfx_tests::waiting", mutates_args=())
 def waiting(x: Tensor) -> Tensor:
     time.sleep(1.1)
@@ -77,7 +70,7 @@ def heads(x: Tensor, count: int) -> Tensor:
 
 
 counting.calls = 0  # type: ignore[attr-defined]
-for op in (noisy, counting, failing, careless, waiting):
+for op in (noisy, counting, failing, waiting):
     op.register_fake(lambda x: torch.empty_like(x))
 row_softmax.register_fake(lambda x, scale: torch.empty_like(x))
 row_softmax_backward.register_fake(lambda grad, x, scale: (torch.empty_like(x), torch.empty_like(scale)))
@@ -173,7 +166,7 @@ def test_discovered_rule_has_the_shardable_dims(made: Node, text: str, linear: l
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.careless, ops.waiting])
+@pytest.mark.parametrize("op", [ops.noisy, ops.counting, ops.failing, ops.waiting])
 def test_op_that_cannot_be_run_repeatably_has_no_rule(op: object) -> None:
     assert rule_of(big(op.default, ((6, 4),), (6, 4))) is None  # type: ignore[attr-defined]
 

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 import shardfx as sx
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
@@ -260,51 +258,6 @@ def test_transforms_traces_and_batched_gradients_of_a_parallel_module_are_refuse
     out = pm(x.requires_grad_()).sum(0)
     with pytest.raises(sx.Error, match=r"(?s)in a batch.*retain_graph=True"):
         torch.autograd.grad(out, x, torch.eye(4, dtype=F64), is_grads_batched=True)
-
-
-class Mode(TorchFunctionMode):
-    """Does the same to all tensors."""
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
-        return made * 2 if function is F.linear else made
-
-
-def test_function_modes_around_a_call_are_refused() -> None:
-    x, y = batch()
-    pm = parallel(mlp())
-    with Mode(), pytest.raises(sx.Error, match=r"(?s)a mode around a call.*pm\(\.\.\.\), within Mode\(\)"):
-        pm(x, y)
-    with Mode(), pytest.raises(sx.Error, match=r"(?s)a mode around a call.*parallelize\(\.\.\.\), within Mode\(\)"):
-        parallel(mlp())
-    with FlopCounterMode(display=False), torch.device("cpu"):
-        assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
-
-
-@dataclasses.dataclass
-class Batch:
-    """Arguments that torch does not look into."""
-
-    x: torch.Tensor
-
-
-class OfBatch(nn.Module):
-    """Takes one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, given: Batch) -> torch.Tensor:
-        return self.linear(given.x)
-
-
-def test_an_argument_that_hides_tensors() -> None:
-    x, y = batch()
-    model = OfBatch().double()
-    pm = parallel(model, args=(Batch(x),), specs={"targets.0": "dp"})
-    for each in (x, -x):
-        assert near(pm(Batch(each), y), F.cross_entropy(model.linear(each), y))
 
 
 def test_models_that_are_not_ready_or_parallel_already() -> None:

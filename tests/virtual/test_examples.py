@@ -6,7 +6,6 @@ import importlib
 import io
 import re
 import runpy
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,34 +51,6 @@ def test_the_gpt_trains_as_on_one_device(
     assert losses[-1] < losses[0] - 1
     assert (tmp_path / "out/gpt_megatron/after.svg").exists()
     assert "proven: the ranks compute what the model computes" in printed and "reduce-scatter" in printed
-
-
-def printed_of_tiles(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *models: str
-) -> tuple[str, sx.ParallelModule]:
-    """What the example of large images prints on virtual ranks, and its last plan."""
-    monkeypatch.syspath_prepend(ROOT / "examples")
-    monkeypatch.setattr(sys, "argv", ["large_image.py", *models])
-    pm = runpy.run_path(str(ROOT / "examples" / "large_image.py"), run_name="__main__")["pm"]
-    return capsys.readouterr().out, pm
-
-
-def losses_in(printed: str, name: str) -> list[float]:
-    return [float(number) for number in re.findall(rf"^{name}  loss ([\d.]+)$", printed, re.MULTILINE)]
-
-
-@pytest.mark.long
-def test_an_image_larger_than_the_budget_of_a_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    printed, pm = printed_of_tiles(monkeypatch, capsys, "unet")
-    held, budget, alone = map(int, re.findall(r"unet  a rank holds (\d+) bytes of (\d+), one device (\d+)", printed)[0])
-    assert held < budget < alone and held < 0.35 * alone
-    losses = losses_in(printed, "unet")
-    assert len(losses) == 8 and losses[-1] < losses[0] - 0.3
-    assert float(re.findall(r"unet  right at ([\d.]+)", printed)[0]) > 0.5 and (tmp_path / "out/unet.svg").exists()
-    assert pm.verify()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

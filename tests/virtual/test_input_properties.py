@@ -120,17 +120,6 @@ def test_branches_on_strides_match_eager_for_inputs_of_other_strides(
             check_results(model, pm, made(6))
 
 
-def test_branch_on_strides_is_planned_on_meta_weights() -> None:
-    x = columns(4)
-    with torch.device("meta"):
-        model = Asks(lies_row_by_row)
-    hints = sx.Hints(args=(x,), loss=loss, targets=(rows(4),), specs={"args.0": "dp, -"})
-    pm = sx.parallelize(model, MESH, hints, virtual=True)
-    own = Asks(lies_row_by_row)
-    pm.load_full_state_dict(own.state_dict())
-    check_step(own, pm, x)
-
-
 @pytest.mark.long
 def test_branch_on_strides_under_guard() -> None:
     model, pm = both(lies_row_by_row, rows(4), guard=True)

@@ -73,20 +73,6 @@ def test_tensors_of_the_loss_are_its_own_parameters_and_buffers(which: str) -> N
 
 
 @pytest.mark.long
-def test_multilabel_margin_loss_equals_one_device() -> None:
-    """What torch traces of them counts places behind the last label as labels; its kernel does not."""
-    labels = torch.tensor([[0, 3, -1, 0], [2, -1, 1, 1], [-1, 0, 0, 0], [3, 2, 1, 0]])
-
-    def loss(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.multilabel_margin_loss(out, y)
-
-    model, x = mlp(), X[:4]
-    hints = sx.Hints(args=(x,), loss=loss, targets=(labels,), specs=SHARDING | {"targets.0": "dp, -"})
-    alone, pm = copy.deepcopy(model), sx.parallelize(model, MESH, hints)
-    check_step(pm, alone, loss, (x,), (labels,))
-
-
-@pytest.mark.long
 def test_parameter_of_the_loss_is_trained() -> None:
     """By the optimizer that has it beside the model's parameters."""
 
