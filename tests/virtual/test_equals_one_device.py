@@ -35,7 +35,7 @@ def test_sequence_parallel_training_equals_one_device(name: str, mesh: str) -> N
 
 
 FEATURES: list[tuple[str, Names]] = [
-    ("gpt_separate", ("tp", "zero 2", "clip", "activations")),
+    ("gpt_separate", ("tp", "recompute", "clip", "activations")),
     ("llama", ("recompute", "zero 1", "two", "arena")),
     ("resnet", ("zero 3, two axes", "momentum", "disk")),
     ("tied llama", ("zero 3", "AdamW", "optimizer", "clip")),
