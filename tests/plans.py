@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -13,7 +11,6 @@ from tests.captures import captured_once
 from tests.printed import check_printed, noting_programs
 from tests.reference import Reference, rel_err, single_device
 from tests.zoo import Case, make
-from tests.zoo.cases import as_it_is
 
 MESHES = {
     "dp2": sx.Mesh(dp=2),
@@ -84,18 +81,14 @@ def train_beside(
     mesh: sx.Mesh,
     sequence: bool = False,
     steps: int = 3,
-    prepare: Callable[[Any], object] = as_it_is,
     **hints: object,
 ) -> Difference:
     """Train the case on the mesh and alone, with AdamW; says how far apart they end.
 
-    What the engine runs is what the plan prints. ``prepare`` is done to the model that is planned.
+    What the engine runs is what the plan prints.
     """
     reference: Reference = single_device(make(name), steps)
     case = make(name)
-    if prepare is not as_it_is:
-        prepare(case.model)
-        case = replace(case, name=f"{name}, prepared")  # it is another model, though its modules are the same
     pm = plan(case, mesh, sequence, **hints)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3, foreach=False)
     losses, grads = [], {}
