@@ -39,7 +39,7 @@ FEATURES: list[tuple[str, Names]] = [
     ("llama", ("recompute", "zero 1", "two", "arena")),
     ("resnet", ("zero 3, two axes", "momentum", "disk")),
     ("tied llama", ("zero 3", "AdamW", "optimizer", "clip")),
-    ("hf_t5", ("keep", "parameters")),
+    ("llama", ("keep", "zero 3, large", "parameters")),
     ("gpt_separate", ("memory", "Adafactor", "bfloat16")),
 ]
 
