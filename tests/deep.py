@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from tests.captures import captured_once
-from tests.models import DIM, GPT, HEADS, HIDDEN, LENGTH, VOCAB, Llama, ResBlock, UNet
+from tests.models import GPT, LENGTH, VOCAB, ResBlock
 from tests.reference import rel_err
 from tests.zoo import Case
-from tests.zoo.cases import IGNORED, classify, double, hf_next_token, next_token
-from tests.zoo.own_models import gpt_fused, llama, resnet, unet
+from tests.zoo.cases import IGNORED, classify, double, next_token
+from tests.zoo.own_models import gpt_fused, resnet
 
 CHUNKS = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "breadth-first": 2, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 CHUNKS |= {"dualpipev": 2}
@@ -45,31 +45,6 @@ def _gpt(blocks: int, rows: int) -> Case:
     return Case("gpt", model, args, {}, next_token, targets, specs, like.sequence_specs)
 
 
-def _llama(blocks: int, rows: int) -> Case:
-    like, args, targets = llama(), (some_tokens(rows),), (some_labels(rows),)
-    return Case("llama", Llama(blocks), args, {}, next_token, targets, like.megatron_specs, like.sequence_specs)
-
-
-def _t5(blocks: int, rows: int) -> Case:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCAB,
-        d_model=DIM,
-        d_kv=DIM // HEADS,
-        d_ff=HIDDEN,
-        num_layers=blocks // 2,
-        num_decoder_layers=blocks - blocks // 2,
-        num_heads=HEADS,
-        dropout_rate=0.0,
-        use_cache=False,
-    )
-    specs = {"shared.weight": "tp, -", "**.DenseReluDense.wi.weight": "tp, -", "**.DenseReluDense.wo.weight": "-, tp"}
-    kwargs = {"input_ids": some_tokens(rows), "decoder_input_ids": some_tokens(rows)}
-    model = T5ForConditionalGeneration(config).train()
-    return Case("t5", model, (), kwargs, hf_next_token, (some_labels(rows),), specs)
-
-
 class DeepResNet(nn.Module):
     """A list of residual blocks, between a stem and a head."""
 
@@ -88,12 +63,6 @@ def _resnet(blocks: int, rows: int) -> Case:
     return Case("resnet", DeepResNet(blocks), args, {}, classify, targets, resnet().megatron_specs)
 
 
-def _unet(blocks: int, rows: int) -> Case:
-    """It has eight blocks that compute, whatever is asked for."""
-    args, targets = (torch.randn(rows, 3, 16, 16),), (torch.randint(0, 4, (rows, 16, 16)),)
-    return Case("unet", UNet(), args, {}, classify, targets, unet().megatron_specs)
-
-
 def _mlp(blocks: int, rows: int) -> Case:
     args, targets = (torch.randn(rows, 8),), (torch.randint(0, 8, (rows,)),)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(blocks)]
@@ -105,21 +74,13 @@ def _mlp(blocks: int, rows: int) -> Case:
 DEEP: dict[str, Callable[[int, int], Case]] = {
     "mlp": _mlp,
     "gpt": _gpt,
-    "llama": _llama,
-    "t5": _t5,
     "resnet": _resnet,
-    "unet": _unet,
 }
 
 
-AGAIN = dict.fromkeys(DEEP, "**.1") | {"unet": "bottom"}
-"""By model, a block that may be recomputed in the backward."""
-
-
 def deep(name: str, blocks: int, iterations: int, ranks: int = 1) -> Case:
-    """A model of so many blocks, in float64, and a batch for so many iterations of so many ranks: some of them have
-    more
-    rows than others, but where statistics are those of an iteration's rows."""
+    """A model of so many blocks, in float64, and a batch for so many iterations of so many ranks: some have more rows
+    than others, but where statistics are those of an iteration's rows."""
     rows = 2 * iterations * ranks if name == "resnet" else (iterations + 2) * ranks
     with double():
         return DEEP[name](blocks, rows)
@@ -154,16 +115,14 @@ def alone(case: Case, iterations: int = 1) -> Alone:
     return Alone(total.item(), grads, dict(model.named_buffers()))
 
 
-def in_stages(case: Case, mesh: sx.Mesh, sequence: bool = False, **hints: Any) -> sx.ParallelModule:
+def in_stages(case: Case, mesh: sx.Mesh, **hints: Any) -> sx.ParallelModule:
     """The case in stages: its batch in iterations, and over the axes of data of the mesh."""
     rows = " ".join(axis for axis in ("mb", "dp") if axis in mesh.names)
     named = {f"args.{i}": t for i, t in enumerate(case.args)} | {f"targets.{i}": t for i, t in enumerate(case.targets)}
     named |= {f"kwargs.{key}": t for key, t in case.kwargs.items()}
     specs = {key: ", ".join([rows] + ["-"] * (t.dim() - 1)) for key, t in named.items()}
     if "tp" in mesh.names:
-        batch = "dp" if "dp" in mesh.names else "-"
-        held = {k: batch + v[1:] for k, v in (case.sequence_specs or {}).items()} if sequence else {}
-        specs |= dict(case.megatron_specs) | held
+        specs |= case.megatron_specs
     if case.name == "resnet":
         hints = {"batch_stats": "microbatch", **hints}
     given = sx.Hints(case.args, case.kwargs, loss=case.loss, targets=case.targets, specs=specs, **hints)

@@ -159,21 +159,6 @@ def test_states_are_saved_and_loaded() -> None:
         assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.long
-def test_parameters_that_lie_elsewhere_are_stepped_by_their_owner() -> None:
-    """Gradients lie where their parameters do."""
-    pms = [small_plan(None, MESHES["dp2"], **more) for more in ({}, {"offload": away("parameters")})]
-    optimizers = [torch.optim.AdamW(pm.parameters(), lr=1e-2) for pm in pms]
-    for x, y in batches(3):
-        losses = []
-        for pm, optimizer in zip(pms, optimizers, strict=True):
-            optimizer.zero_grad()
-            losses.append(pm(x, y))
-            losses[-1].backward()
-            optimizer.step()
-        assert torch.equal(*losses)
-
-
 # ---- files
 
 
@@ -277,12 +262,6 @@ def test_other_calls_fetch_what_lies_elsewhere(tmp_path: Path) -> None:
     pm.train()
     code = (pm.save_programs(tmp_path) / "rank0.py").read_text()
     assert "import transfer" in code and "transfer.to_device(" in code and (tmp_path / "transfer.py").exists()
-
-
-@pytest.mark.long
-def test_that_nothing_is_large_enough_is_said() -> None:
-    pm = blocks(optimizer=adamw, offload=("optimizer",))
-    assert pm.memory().host == 0 and any("nothing of optimizer is offloaded" in note for note in pm.planned.notes)
 
 
 def test_torch_compile_plans_the_memory_of_an_arena_itself() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import op_name
-from tests.reference import check_step, rel_err
+from tests.reference import check_step
 
 
 class Picture(nn.Module):
@@ -80,94 +79,6 @@ def test_an_index_out_of_a_row_is_an_error() -> None:
     pm = sx.parallelize(LastOf(), sx.Mesh(dp=2), hints, virtual=True)
     with pytest.raises(sx.Error, match="out of bounds"):
         pm(ids, torch.full((8, 1), -8))
-
-
-SQUARES: dict[str, Any] = {
-    "of a view": lambda x: (lambda y: y @ y)(x.view(3, 2, 6).reshape(6, 6)),
-    "attention": lambda x: F.scaled_dot_product_attention(*(x.view(1, 6, 6),) * 3)[0],
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", SQUARES)
-def test_a_value_may_be_two_operands_that_are_sharded_in_two_ways(name: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
-    hints = sx.Hints(args=(x,), loss=lambda out: out.sin().sum(), specs={"args.0": "dp, -"})
-
-    class Squared(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return SQUARES[name](2 * x)
-
-    pm = sx.parallelize(Squared(), sx.Mesh(dp=2), hints, virtual=True)
-    given, alone = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
-    ours, theirs = pm(given), SQUARES[name](2 * alone).sin().sum()
-    ours.backward(), theirs.backward()
-    assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
-    assert pm.verify(), pm.verify().why
-
-
-@pytest.mark.long
-def test_a_transposed_convolution_padded_by_more_than_its_stride() -> None:
-    """Its gradient is a convolution that reads places at the end to which no place of the input belongs."""
-    torch.manual_seed(0)
-    net = nn.ConvTranspose2d(2, 4, (3, 2), (3, 2), (1, 2), (2, 3), groups=2, dilation=4, dtype=torch.float64)
-    x = torch.randn(2, 4, 4, dtype=torch.float64, requires_grad=True)
-    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": "-, x, -"})
-    pm = sx.parallelize(copy.deepcopy(net), sx.Mesh(x=2), hints, virtual=True)
-    given, alone = x.detach().clone().requires_grad_(), x.detach().clone().requires_grad_()
-    ours, theirs = pm(given), squares(net(alone))
-    ours.backward(), theirs.backward()
-    assert rel_err(ours, theirs) < 1e-12 and rel_err(given.grad, alone.grad) < 1e-10
-    assert rel_err(pm.full_grads()["weight"], net.weight.grad) < 1e-10 and pm.verify()
-
-
-class Spectral(nn.Module):
-    """A diagonal state space in the frequencies: its parameters are real, and joined by a number."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.log, self.iteration = (nn.Parameter(torch.rand(4, 6, dtype=torch.float64)) for _ in range(2))
-        self.mix = nn.Parameter(torch.randn(4, 6, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        a = -self.log.exp() + 1j * self.iteration
-        kernel = 2 * torch.einsum("hn,hnl->hl", self.mix, torch.exp(a[..., None] * torch.arange(8))).real
-        powers = torch.stack([(self.mix**k).sum(-1).imag for k in (1, 2)]).sum(0)
-        y = torch.fft.irfft(torch.fft.rfft(kernel, n=16) * torch.fft.rfft(x, n=16), n=16)[..., :8]
-        return y * powers[:, None]
-
-
-@pytest.mark.long
-def test_a_complex_number_may_be_all_that_an_op_is_given() -> None:
-    """The backward of a product by 1j conjugates the number."""
-    model, alone, x = Spectral(), Spectral(), torch.randn(8, 4, 8, dtype=torch.float64)
-    pm = sx.parallelize(model, sx.Mesh(r=2), sx.Hints(args=(x,), loss=squares, specs={"mix": "r, -"}), virtual=True)
-    check_step(pm, alone, squares, (x,), bound=1e-10)
-
-
-OF_NOTHING: dict[str, Any] = {
-    "triangle": lambda x: x[:, torch.tril_indices(6, 6)[1][:6]],
-    "frequencies": lambda x: x * torch.fft.fftfreq(6, dtype=x.dtype),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OF_NOTHING)
-def test_what_is_made_of_nothing_needs_no_rule(name: str) -> None:
-    """Every rank makes it whole and takes its part: nothing is said of it, and ``strict`` has nothing against it."""
-    x, layer = torch.randn(4, 6, dtype=torch.float64), nn.Linear(6, 6, dtype=torch.float64)
-
-    class Made(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = layer
-
-        def forward(self, x: Tensor) -> Tensor:
-            return OF_NOTHING[name](self.layer(x))
-
-    beside_one_device(Made(), (x,), sx.Mesh(r=2), {"layer.weight": "r, -"})
 
 
 RESIZED = {
@@ -248,30 +159,6 @@ def test_what_a_product_takes_zero_times_is_not_looked_at(name: str) -> None:
         pm = sx.parallelize(Term(), sx.Mesh(r=2), sx.Hints(args=given, specs={"args.1": "-, r"}), virtual=True)
         torch.testing.assert_close(pm(*given), made(*given))
     assert pm.verify(), pm.verify().why
-
-
-OF: dict[str, Callable[[Tensor], Tensor]] = {
-    "product, parts": lambda z: torch.view_as_real(z.prod(1)).flip(-1),
-    "product, size": lambda z: z.prod(1).reshape(2, -1).conj().abs(),
-    "mean, parts": lambda z: torch.view_as_complex(torch.view_as_real(z.mean(1)).flip(-1)).abs(),
-}
-
-
-class Turned(nn.Module):
-    def __init__(self, of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.of = of
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.of(torch.complex(x, 2 - x))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", OF)
-def test_what_is_made_of_complex_numbers_in_shards(name: str) -> None:
-    model, x = Turned(OF[name]), torch.rand(4, 8, dtype=torch.float64) + 0.5
-    pm = sx.parallelize(model, sx.Mesh(tp=2), sx.Hints((x,), specs={"args.0": "-, tp"}))
-    assert rel_err(pm(x), model(x)) < 1e-12 and pm.verify()
 
 
 class Waves(nn.Module):

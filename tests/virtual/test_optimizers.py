@@ -268,18 +268,6 @@ def tried(factory: Callable[[Any], Any], **more: nn.Parameter) -> None:
         recipe(small, group.number, [name for name in group.names if name in ("a", "b", *more)])
 
 
-class OfConstants(Own):
-    """Its numbers are tensors of its own."""
-
-    def __init__(self, params: Any) -> None:
-        super().__init__(params)
-        self.factors = torch.tensor([0.5, 0.25], dtype=torch.float64)
-
-    def one(self, group: dict[str, Any], p: Tensor) -> None:
-        linear, cubic = self.factors
-        p.sub_((p.grad * linear + p.grad.pow(3) * cubic) * group["lr"])
-
-
 class HalfStates(Own):
     """A state in bfloat16, also of a parameter without dims."""
 
@@ -303,13 +291,6 @@ def of_tensors(params: Any) -> Optimizers:
 def test_capturable_options_and_numbers_in_tensors() -> None:
     losses, params, _ = alone(plain, 5)
     assert apart(small_plan(of_tensors, DP2, zero=1), losses, params) < 1e-9
-
-
-@pytest.mark.long
-def test_custom_optimizers_are_captured() -> None:
-    losses, params, _ = alone(OfConstants, 5)
-    pm = small_plan(OfConstants, sx.Mesh(dp=2, tp=2), zero=1)
-    assert apart(pm, losses, params) < 1e-9 and pm.verify()
 
 
 def test_bfloat16_state_of_a_parameter_without_dims() -> None:

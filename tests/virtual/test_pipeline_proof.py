@@ -13,7 +13,6 @@ from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.ir.ops.loop import loop_ops, stage_transfer
-from shardfx.ir.program.lower import Lowering
 from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.runtime.verify import loop_proof
 from shardfx.runtime.verify.families import many_ranks
@@ -343,21 +342,3 @@ def test_what_both_ends_name_otherwise_is_proven() -> None:
     verdict = in_stages().verify(modules={OTHER: there.module(), OTHER + 2: here.module()})
     assert verdict, verdict
     assert verdict.checked["programs read"] < len(verdict.programs) * 24
-
-
-@pytest.mark.long
-def test_a_message_that_one_rank_alone_names_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where lowering is wrong: the plan's own program of one rank, and no other."""
-    call = Lowering.call
-
-    def other(self: Lowering, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        if op is stage_transfer.send and self.mesh.size == 6 and self.rank == OTHER:
-            args = (*args[:2], args[2] + 1, *args[3:])
-        return call(self, op, *args, **kwargs)
-
-    monkeypatch.setattr(Lowering, "call", other)
-    assert "is sent" in in_stages().verify().why
-    monkeypatch.setattr(loop_proof, "out_of_order", lambda *_: None)
-    verdict = in_stages().verify()
-    assert not verdict
-    assert verdict.checked["programs read"] == 20

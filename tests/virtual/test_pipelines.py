@@ -23,11 +23,11 @@ def zero(level: int) -> dict[str, Any]:
     return {"zero": level, "zero_min_numel": 0}
 
 
-def check_stages(name: str, schedule: str, mesh: sx.Mesh, sequence: bool = False, **hints: Any) -> None:
+def check_stages(name: str, schedule: str, mesh: sx.Mesh, **hints: Any) -> None:
     """A model of as many blocks as there are stages equals one device, and is proven."""
     chunks, count = CHUNKS.get(schedule, 1), mesh["mb"].size
     case = deep(name, mesh["pp"].size * chunks, count, mesh["dp"].size if "dp" in mesh.names else 1)
-    pm = in_stages(case, mesh, sequence, pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks), **hints)
+    pm = in_stages(case, mesh, pipeline=sx.Pipeline(schedule=schedule, stages_per_rank=chunks), **hints)
     assert worst(pm, case, alone(case, count)) < 1e-9
     assert pm.verify()
 

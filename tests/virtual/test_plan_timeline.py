@@ -77,14 +77,11 @@ def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: fl
     return rows
 
 
-@pytest.mark.parametrize("comm", [0.0, 0.25])
 @pytest.mark.parametrize(
-    ("name", "stages", "ranks", "microbatches"),
-    [("gpipe", 4, 4, 6), ("1f1b", 3, 3, 7), ("interleaved", 8, 4, 8), ("zb-h1", 4, 4, 8), ("zb-v", 4, 2, 5)],
+    ("name", "stages", "ranks", "microbatches"), [("1f1b", 3, 3, 7), ("interleaved", 8, 4, 8), ("zb-v", 4, 2, 5)]
 )
-def test_clocks_are_those_of_the_schedule_alone(
-    name: str, stages: int, ranks: int, microbatches: int, comm: float
-) -> None:
+def test_clocks_are_those_of_the_schedule_alone(name: str, stages: int, ranks: int, microbatches: int) -> None:
+    comm = 0.25
     schedule, costs = (
         sx.schedules.make_schedule(name, stages=stages, microbatches=microbatches, ranks=ranks),
         {"F": 1, "B": 2, "I": 1, "W": 1},
@@ -119,11 +116,8 @@ def test_what_computes_meanwhile_hides_communication() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    ("name", "ranks", "microbatches", "chunks"), [("1f1b", 2, 4, 1), ("gpipe", 3, 5, 1), ("interleaved", 2, 4, 2)]
-)
-def test_ranks_do_what_the_schedule_says(name: str, ranks: int, microbatches: int, chunks: int) -> None:
+def test_ranks_do_what_the_schedule_says() -> None:
+    name, ranks, microbatches, chunks = "interleaved", 2, 4, 2
     pm = staged(name, ranks, microbatches, chunks)
     timeline = pm.timeline()
     rows = tuple(tuple(action for action in row if action.kind != "U") for row in timeline.schedule.rows)
@@ -136,41 +130,6 @@ def test_ranks_do_what_the_schedule_says(name: str, ranks: int, microbatches: in
     for row in timeline.schedule.rows:
         spans = [timeline.spans[action] for action in row]
         assert all(before.end <= after.start for before, after in pairwise(spans))
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_the_bubble_is_that_of_equal_stages(name: str) -> None:
-    """(p-1)/(m+p-1), but for the loss, and for the gradient of the input, which the first stage does not make; and less
-    what the second still does for its weights when the first has what it waits for."""
-    timeline = planned(sx.Mesh(pp=2, mb=T(4)), count=16, pipeline=sx.Pipeline(schedule=name)).timeline()
-    last, of_last = (timeline.spans[sx.schedules.Action("B", stage, 3)] for stage in (0, 1))
-    overlap = of_last.end - last.start
-    assert overlap > 0.1 * (of_last.end - of_last.start)
-    assert (timeline.bubble * timeline.step + overlap) / (timeline.step + overlap) == pytest.approx(1 / 5, abs=0.01)
-    assert timeline.exposed == pytest.approx(0, abs=1e-9)
-
-
-@pytest.mark.slow
-def test_memory_is_that_of_each_rank() -> None:
-    pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
-    timeline = pm.timeline()
-    assert timeline.memory == tuple(pm.memory(rank).peak for rank in range(4))
-    assert timeline.places == (0, 0, 1, 1)
-
-
-@pytest.mark.slow
-def test_an_update_is_behind_all_iterations() -> None:
-    pipeline = sx.Pipeline(schedule="interleaved", stages_per_rank=2)
-    adam: Any = lambda p: torch.optim.AdamW(p)  # noqa: E731
-    mesh, specs = sx.Mesh(pp=2, dp=2, mb=T(4)), {"args.0": "mb dp, -"}
-    timeline = planned(mesh, pipeline=pipeline, specs=specs, optimizer=adam).timeline()
-    for row in timeline.schedule.rows:
-        assert [action.kind == "U" for action in row] == [False] * 16 + [True]
-    assert 0 <= timeline.bubble < 1
-    microbatches = planned(sx.Mesh(dp=2), grad_accumulation=2, optimizer=adam).timeline()
-    assert str(microbatches.schedule) == "F0.0 B0.0 F0.1 B0.1 U0"
 
 
 # ---- plans without
@@ -192,8 +151,7 @@ def test_a_plan_without_stages_has_a_timeline() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine", [None, FAR, NEAR], ids=["planned for", "far", "near"])
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize(("machine", "stages"), [(None, False), (FAR, True)], ids=["planned for", "far, stages"])
 def test_report_and_timeline_agree_on_exposed_communication(machine: Machine | None, stages: bool) -> None:
     pm = (
         staged()
@@ -229,6 +187,7 @@ def events(path: Path) -> tuple[dict[int, str], list[dict[str, Any]]]:
 def test_a_trace_and_a_picture_have_a_row_for_each_rank(tmp_path: Path) -> None:
     pm = planned(sx.Mesh(pp=2, dp=2, mb=T(2)), pipeline=sx.Pipeline(), specs={"args.0": "mb dp, -"})
     timeline = pm.timeline()
+    assert timeline.memory == tuple(pm.memory(rank).peak for rank in range(4)) and timeline.places == (0, 0, 1, 1)
     tracks, done = events(timeline.trace(tmp_path / "predicted.json"))
     assert {track: tracks[track] for track in range(4)} == {rank: f"rank {rank}" for rank in range(4)}
     links = sorted(name for track, name in tracks.items() if track >= 4)
@@ -280,17 +239,6 @@ def test_measured_steps_are_traced(make: Callable[[], sx.ParallelModule], tmp_pa
 
 
 @pytest.mark.long
-def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
-    pm = staged()
-    with pm.record(tmp_path / "measured.json") as recording:
-        pm(X, Y).backward()
-    report = pm.report()
-    assert report.measured is recording
-    assert report.as_measured == pytest.approx(sum(report.time.timeline.busy))
-    assert "all ranks' work in one process" in str(report)
-
-
-@pytest.mark.long
 def test_the_report_says_what_each_stage_has() -> None:
     pm = staged()
     first, last = pm.report().stages
@@ -303,10 +251,3 @@ def test_the_report_says_what_each_stage_has() -> None:
     assert "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3" in text
     assert pm.report().memory.stored["parameters"] == first.nbytes  # of rank 0 alone
     assert {row.axes for row in pm.report().communication.rows} == {("pp",)}
-
-
-def test_an_error_within_a_recording_leaves_nothing(tmp_path: Path) -> None:
-    pm = staged()
-    with pytest.raises(ZeroDivisionError), pm.record(tmp_path / "never.json"):
-        raise ZeroDivisionError
-    assert not (tmp_path / "never.json").exists()

@@ -301,20 +301,6 @@ def turned_round(params: Any) -> optim.Optimizer:
 
 
 @pytest.mark.long
-def test_who_is_in_which_group_is_a_part_of_the_program() -> None:
-    pm = small_plan(in_two, DP2)
-    changes: list[Callable[[list[Any]], object]] = [
-        lambda groups: groups.reverse(),
-        lambda groups: groups[1]["params"].append(groups[0]["params"].pop()),
-    ]
-    for change in changes:
-        other = copy.deepcopy(pm)
-        change(other.optimizer.param_groups)
-        refused("groups of parameters are a part", lambda other=other: other.step(*batches(1)[0]))
-    pm.step(*batches(1)[0])
-
-
-@pytest.mark.long
 def test_groups_and_options_stay() -> None:
     pm = small_plan(in_two, DP2)
     refused("groups of", lambda: pm.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]}))
@@ -323,22 +309,6 @@ def test_groups_and_options_stay() -> None:
     pm.optimizer.param_groups[0]["maximize"] = False
     del pm.optimizer.param_groups[1]["weight_decay"]
     refused("'weight_decay' of a group was changed", lambda: pm.step(*batches(1)[0]))
-
-
-@pytest.mark.long
-def test_a_rate_that_is_a_tensor_is_changed_in_place() -> None:
-    rates = [torch.tensor(1e-2, dtype=torch.float64) for _ in range(2)]
-    model, pm = small_model(), small_plan(lambda ps: optim.AdamW(ps, lr=rates[0]), DP2)
-    theirs = optim.AdamW(model.parameters(), lr=rates[1])
-    for x, y in batches(3):
-        loss = F.mse_loss(model(x), y)
-        theirs.zero_grad()
-        loss.backward()
-        theirs.step()
-        assert float(pm.step(x, y)) == pytest.approx(loss.item(), abs=1e-12)
-        for rate in rates:
-            rate.mul_(0.1)
-    assert pm.optimizer.param_groups[0]["lr"] is rates[0]
 
 
 # ---- what is loaded

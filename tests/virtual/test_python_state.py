@@ -1,18 +1,18 @@
-"""Python state that a model reads beside its inputs is that of the call, or an error."""
+"""Python state that a model reads or keeps from call to call is that of eager code, with few plans, or an error."""
 
 from __future__ import annotations
 
 import copy
-from collections import deque
+import math
 from collections.abc import Callable
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import shardfx as sx
 
@@ -28,10 +28,9 @@ class Options:
 
     def __init__(self) -> None:
         self.by = [1.0]
-        self.inner = SimpleNamespace(act=torch.relu)
 
     def scaled(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner.act(x * self.by[0]) ** self.power
+        return torch.relu(x * self.by[0]) ** self.power
 
 
 OPTIONS = Options()
@@ -47,11 +46,11 @@ class Reads(nn.Module):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.linear, self.options = nn.Linear(8, 4), options
-        self.table, self.waiting = [1.0] * 1000, deque([1.0])
+        self.table = [1.0] * 1000
         self.deep = {"a": {"b": {"c": {"d": {"e": {"f": 1.0}}}}}}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = OPTIONS.scaled(self.options.scaled(self.linear(x))) * (self.table[-1] * self.waiting[0])
+        y = OPTIONS.scaled(self.options.scaled(self.linear(x))) * self.table[-1]
         return by_default(y) * self.deep["a"]["b"]["c"]["d"]["e"]["f"]
 
 
@@ -61,9 +60,7 @@ def put(holder: Any, key: Any, value: Any) -> None:
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "an object": lambda m: put(m.options.by, 0, 3.0),
-    "a function": lambda m: setattr(m.options.inner, "act", torch.tanh),
     "a long list": lambda m: put(m.table, -1, 3.0),
-    "a deque": lambda m: put(m.waiting, 0, 3.0),
     "a nested dict": lambda m: put(m.deep["a"]["b"]["c"]["d"]["e"], "f", 3.0),
     "a class": lambda m: setattr(Options, "power", 2.0),
     "a global object": lambda m: put(OPTIONS.by, 0, 3.0),
@@ -87,17 +84,6 @@ def test_python_state_is_that_of_the_call() -> None:
     finally:
         Options.power, OPTIONS.by[0] = 1.0, 1.0
         by_default.__defaults__[0][0] = 1.0  # type: ignore[index]
-
-
-@pytest.mark.long
-def test_configuration_is_not_copied() -> None:
-    """Whoever made it may change it; it is not copied with the model."""
-    options = Options()
-    model = Reads(options).double()
-    pm = parallel(model)
-    assert pm.options is options
-    options.by[0] = 3.0
-    assert near(pm(X, Y), F.cross_entropy(model(X), Y))
 
 
 COUNTED: list[int] = []
@@ -125,3 +111,171 @@ def test_hidden_state_outside_of_the_model() -> None:
         assert COUNTED[begun:] == [*range(begun, begun + calls)]
     with pytest.raises(sx.Error, match="Dynamo cannot trace"):
         parallel(Draws(nn.Linear(8, 4)).double())
+
+
+# ---- what a model keeps from call to call
+
+X6, Y4 = torch.randn(8, 6).double(), torch.randn(8, 4).double()
+SPECS = {"args.0": "dp, -", "targets.0": "dp, -"}
+
+
+class Stateful(nn.Module):
+    """A counter, an annealed factor, a kept tensor, and a replaced buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self.beta, self.kept = nn.Linear(6, 4), 0, 1.0, None
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        self.calls += 1
+        h = self.linear(x) * self.beta
+        self.mean = self.mean * 0.9 + h.detach().mean(0)
+        self.kept = h.detach()
+        return {"h": h, "calls": self.calls}
+
+
+def mse(out: dict[str, Any], y: Tensor) -> Tensor:
+    return F.mse_loss(out["h"], y)
+
+
+def annealed() -> tuple[sx.ParallelModule, Stateful]:
+    torch.manual_seed(0)
+    model = Stateful().double()
+    return sx.parallelize(
+        copy.deepcopy(model), sx.Mesh(dp=2), sx.Hints(args=(X6,), loss=mse, targets=(Y4,), specs=SPECS)
+    ), model
+
+
+def same_grads(pm: sx.ParallelModule, model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad)
+
+
+def test_state_is_that_of_eager_code(caplog: pytest.LogCaptureFixture) -> None:
+    """In training steps, in a call without the loss, and in the backward of its results; a counter is planned twice."""
+    pm, model = annealed()
+    for _ in range(6):
+        loss, expected = pm(X6, Y4), mse(model(X6), Y4)
+        loss.backward(), expected.backward()
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(pm.kept, model.kept)
+        torch.testing.assert_close(pm.full_state_dict()["mean"], model.mean)
+        assert pm.calls == model.calls
+    same_grads(pm, model)
+    assert [record.getMessage().partition("signature: ")[2] for record in caplog.records] == [
+        "guard L['model'].calls == 0 fails"
+    ]
+    assert "planned for another call: guard L['model'].calls == 0 fails" in pm.report().notes
+    ours, theirs = pm(X6), model(X6)
+    assert ours["calls"] == theirs["calls"] == 7
+    ours["h"].square().sum().backward(), theirs["h"].square().sum().backward()
+    same_grads(pm, model)
+    loss, out = pm(X6, Y4, with_results=True)
+    expected = model(X6)
+    torch.testing.assert_close(loss, mse(expected, Y4))
+    torch.testing.assert_close(out["h"], expected["h"])
+    assert out["calls"] == 8 and pm.verify()
+
+
+class Annealed(nn.Module):
+    """A counter and a factor that forward changes, as Python numbers."""
+
+    def __init__(self, scale: Callable[[Annealed], float]) -> None:
+        super().__init__()
+        self.linear, self.calls, self.beta, self.scale = nn.Linear(4, 4), 0, 0.5, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.beta *= 0.9
+        return self.linear(x) * self.scale(self)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda m: 0.5 * (1 + math.cos(math.pi * m.calls / 10)) * m.beta,
+        lambda m: max(0.1, 1 - float(m.calls) / 4) + 1 / (1 + m.calls) + m.calls % 3,
+        lambda m: 0.9**m.calls + m.beta**m.calls + m.calls // 2,
+    ],
+)
+def test_numbers_that_forward_changes_are_inputs_of_one_more_plan(
+    scale: Callable[[Annealed], float], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of three layers, in Python's precision."""
+    layers = nn.Sequential(*(Annealed(scale) for _ in range(3))).double()
+    x = X6[:, :4]
+    hints = sx.Hints(args=(x,), loss=torch.sum, specs={"args.0": "dp, -"})
+    pm = sx.parallelize(copy.deepcopy(layers), sx.Mesh(dp=2), hints, virtual=True)
+    for _ in range(5):
+        torch.testing.assert_close(pm(x), layers(x).sum(), rtol=1e-12, atol=1e-12)
+        assert [(each.calls, each.beta) for each in pm] == [(each.calls, each.beta) for each in layers]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.long
+def test_mixtral_with_the_loss_of_its_router() -> None:
+    """In float32, with its own loss, before any eager call: its list of router logits is filled by hooks."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MixtralConfig(**sizes, num_hidden_layers=2, vocab_size=64, num_local_experts=4, output_router_logits=True)
+    model = MixtralForCausalLM(config)
+    ids = torch.randint(0, 64, (4, 16))
+    given = {"input_ids": ids, "labels": ids}
+    hints = sx.Hints(kwargs=given, loss=lambda out: out.loss, specs={"kwargs.*": "dp, -"})
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints)
+    for _ in range(2):
+        loss, out = pm(**given), model(**given)
+        loss.backward(), out.loss.backward()
+        torch.testing.assert_close(loss, out.loss)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+class Weighted(nn.Module):
+    """A loss with a weight that is annealed, and a scale of its own, learned if it is a parameter."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__()
+        self.weight, self.calls, self.scale = 1.0, 0, scale
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return F.mse_loss(out * self.scale, y) * self.weight
+
+
+def closure(scale: Tensor) -> tuple[Callable[..., Tensor], Callable[[float], None]]:
+    weight = 1.0
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out * scale, y) * weight
+
+    def anneal(value: float) -> None:
+        nonlocal weight
+        weight = value
+
+    return loss, anneal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "scale"), [("module", nn.Parameter(torch.ones(4).double())), ("closure", torch.ones(4).double())]
+)
+def test_an_annealed_weight_of_the_loss(kind: str, scale: Tensor, caplog: pytest.LogCaptureFixture) -> None:
+    """On the user's own object, also where the loss has tensors that are the parallel module's."""
+    module = Weighted(scale)
+    loss, anneal = (module, partial(setattr, module, "weight")) if kind == "module" else closure(scale)
+    model = nn.Linear(6, 4).double()
+    pm = sx.parallelize(
+        copy.deepcopy(model), sx.Mesh(dp=2), sx.Hints(args=(X6,), loss=loss, targets=(Y4,), specs=SPECS)
+    )
+    for step in range(5):
+        anneal(1.0 - step / 8)
+        made = pm(X6, Y4)
+        assert module.calls in (0, step + 1)
+        calls = module.calls
+        torch.testing.assert_close(made, loss(model(X6), Y4))
+        module.calls = calls
+    assert len(caplog.records) == 1

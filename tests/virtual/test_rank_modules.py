@@ -19,7 +19,6 @@ from shardfx.ir.cost.replay import replay
 from shardfx.ir.program.rank_module import NodeOrigin
 from tests.captures import captured_once
 from tests.plans import plan
-from tests.printed import check_printed, noting_programs
 from tests.zoo import make
 
 aten = torch.ops.aten
@@ -64,10 +63,9 @@ def test_a_module_is_copied_and_pickled() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mlp3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt_fused", "resnet"))])
-def test_nodes_know_what_they_give(name: str) -> None:
+def test_nodes_know_what_they_give() -> None:
     """``meta["val"]`` has the shape, stride and dtype of what really comes out, of views too."""
-    case = make(name)
+    case = make("gpt_fused")
     hints = sx.Hints(case.args, loss=case.loss, targets=case.targets)
     pm = sx.parallelize(case.model, sx.Mesh(dp=1), hints, virtual=True)
     state = pm.full_state_dict()
@@ -86,30 +84,6 @@ def test_nodes_know_what_they_give(name: str) -> None:
 
     Compare(pm.rank_module(0)).run(*(state[given.name] for given in pm.rank_program(0).inputs))
     assert not wrong, "\n".join(wrong)
-
-
-def test_nodes_of_many_ranks_know_what_they_give() -> None:
-    pm = planned(sx.Mesh(dp=2))
-    module = pm.rank_module(1)
-    for again in (module, pickle.loads(pickle.dumps(module)), copy.deepcopy(module)):
-        assert all("val" in node.meta for node in again.graph.nodes)
-        ends = [node.meta["val"] for node in again.graph.nodes if node.op == "placeholder"]
-        ends += again.graph.output_node().meta["val"]
-        program = pm.rank_program(1)
-        values = [each.value for each in (*program.inputs, *program.outputs)]
-        coords = pm.mesh.coords(1)
-        assert [tuple(each.shape) for each in ends] == [v.spec.local_shape(v.shape, pm.mesh, coords) for v in values]
-        assert [each.dtype for each in ends] == [v.type.dtype for v in values]
-
-
-@pytest.mark.long
-def test_modules_of_many_ranks_come_back_and_are_proven() -> None:
-    pm = planned(sx.Mesh(dp=2))
-    changed = {rank: pickle.loads(pickle.dumps(copy.deepcopy(pm.rank_module(rank)))) for rank in range(2)}
-    assert pm.verify(modules=changed)
-    pm.use(changed)
-    loss = pm(X, Y)
-    assert torch.allclose(loss, planned(sx.Mesh(dp=2))(X, Y))
 
 
 def test_a_module_is_transformed() -> None:
@@ -135,11 +109,9 @@ def test_a_module_compiles_whole() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_steps_go_through_torch_compile(backend: str) -> None:
+def test_steps_go_through_torch_compile() -> None:
     pm, reference = planned(sx.Mesh(dp=2)), planned(sx.Mesh(dp=2))
-    pm.compile(backend=backend)
+    pm.compile(backend="aot_eager")
     text = str(pm.rank_program(1))
     assert "memory." not in text and "all_reduce_(" not in text
     pm(X, Y).backward()
@@ -211,20 +183,8 @@ def returns_another(x: torch.Tensor, operand: torch.Tensor) -> torch.Tensor:
 
 
 @sx.observes
-def returns_nothing(x: torch.Tensor, operand: torch.Tensor) -> None:
-    SEEN.append(x)
-
-
-@sx.observes
 def writes_through_data(x: torch.Tensor, operand: torch.Tensor) -> None:
     x.data.mul_(2)
-
-
-@sx.observes
-def writes_later(x: torch.Tensor, operand: torch.Tensor) -> None:
-    SEEN.append(x)
-    if len(SEEN) > 4:
-        x.mul_(2)
 
 
 @sx.observes
@@ -250,7 +210,7 @@ class Observed(sx.RankPass):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("by", [returns_another, returns_nothing, writes_through_data])
+@pytest.mark.parametrize("by", [returns_another, writes_through_data])
 def test_observer_returns_its_operand_and_is_an_assumption(by: Any) -> None:
     pm, reference = planned(sx.Mesh(dp=2), rank_passes=[Observed(by)]), planned(sx.Mesh(dp=2))
     assert torch.equal(pm(X, Y), reference(X, Y))
@@ -261,28 +221,14 @@ def test_observer_returns_its_operand_and_is_an_assumption(by: Any) -> None:
     assert not any("observer" in each for each in reference.verify().assumptions)
 
 
-@pytest.mark.parametrize("by", [writes_later, writes_to_another])
-def test_observer_that_writes_in_place_at_a_later_call_is_an_error(by: Any) -> None:
+def test_observer_that_writes_in_place_at_a_later_call_is_an_error() -> None:
     SEEN.clear()
+    by: Any = writes_to_another
     pm = planned(sx.Mesh(dp=2), rank_passes=[Observed(by)])
     before = [pm(X, Y).detach() for _ in range(2)]
     with pytest.raises(sx.Error, match=f"{by.__qualname__} writes in place") as caught, torch.inference_mode():
         pm(X, Y)
     assert torch.equal(*before) and str(caught.value.where).startswith(__file__)
-
-
-@pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("name", ["dropout_mlp", "hf_gpt2_dropout"])
-def test_what_runs_is_what_is_printed(name: str) -> None:
-    """Of the models of the zoo that have no dropout, their training tests it."""
-    case = make(name)
-    with noting_programs() as ran:
-        pm = plan(case, sx.Mesh(dp=2, tp=2))
-        assert pm._programs.step._engine is None
-        pm(*case.args, *case.targets, **case.kwargs)
-    check_printed(pm, ran)
-    assert set(ran) == {0, 1, 2, 3}
 
 
 def test_another_dtype_is_another_plan() -> None:
@@ -312,25 +258,6 @@ def test_a_plan_moves_to_a_gpu() -> None:
     reference(X, Y).backward()
     for name, grad in reference.full_grads().items():
         torch.testing.assert_close(pm.full_grads()[name].cpu(), grad)
-
-
-@dataclass(frozen=True)
-class Marks(sx.Pass):
-    """Marks products with a lane."""
-
-    name: ClassVar[str] = "marks"
-
-    def run(self, graph: Any, context: Any) -> bool:
-        for node in graph.nodes:
-            if str(node.op) in ("aten.mm.default", "aten.addmm.default"):
-                node.attrs = {**node.attrs, "lane": 3}
-        return True
-
-
-def test_attributes_of_nodes_are_those_of_calls() -> None:
-    module = pickle.loads(pickle.dumps(planned(sx.Mesh(dp=2), passes=[Marks()]).rank_module(1)))
-    lanes = {node.name: node.meta["lane"] for node in module.graph.nodes if "lane" in node.meta}
-    assert lanes and all("mm" in name for name in lanes)
 
 
 @pytest.mark.long

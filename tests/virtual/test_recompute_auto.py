@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
@@ -59,21 +58,6 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 
 
 # ---- the choice
-
-
-def test_the_solver_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """HiGHS prints that it repairs what it rounded where numbers that are whole by themselves may be broken."""
-    draw, groups = random.Random(331), list[OpGroup]()
-    count = draw.choice((4, 8, 12))
-    for number in range(draw.randint(2, 6)):
-        users = draw.sample(groups, min(len(groups), draw.randint(0, 2)))
-        nbytes = draw.choice((0, draw.randint(1, 40) * 10**6 + draw.randint(0, 999)))
-        seconds, extra = draw.random() * 1e-3, draw.randint(1, 40) * 10**6 if users else 0
-        groups.append(OpGroup(0, "", f"op{number}", nbytes, seconds, extra, users))
-    total = sum(group.nbytes for group in groups)
-    held = {(waiting,): total * waiting + draw.randint(0, 50) * 10**6 for waiting in range(1, count + 1)}
-    cheapest([kind(count, *groups)], held, int(max(held.values()) * draw.uniform(0.3, 0.9)))
-    assert capfd.readouterr() == ("", "")
 
 
 def kind(count: int, *groups: OpGroup) -> SegmentKind:
@@ -234,49 +218,3 @@ def test_what_a_model_checkpoints_in_segments_is_recomputed_together() -> None:
     assert any("features.0 to features.4, features.5 to features.9" in note for note in pm.planned.notes)
     assert pm.memory().peak < 0.75 * plain.memory().peak
     check_equal(pm, plain)
-
-
-class Routed(nn.Module):
-    """A layer that hands on what its routing costs; the model sums that up for the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 4), nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        shares = self.gate(x).softmax(-1)
-        return x + self.down(self.up(x).tanh()) * shares[..., :1], (shares.mean((0, 1)) ** 2).sum() * 4
-
-
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Routed() for _ in range(3))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        costs = x.new_zeros(())
-        for layer in self.layers:
-            x, cost = layer(x)
-            costs = costs + cost
-        return x, costs
-
-
-@pytest.mark.long
-def test_a_layer_of_which_a_part_is_done_behind_its_backward_is_recomputed() -> None:
-    """What is summed for the loss alone is summed last: no layer was a segment then, and nothing was chosen."""
-    torch.manual_seed(0)
-    model, x = Mixture().double(), torch.randn(4, 6, 8).double()
-
-    def planned(**hints: Any) -> sx.ParallelModule:
-        given = sx.Hints(
-            args=(x,), loss=lambda out, y: (out[0] - y).square().mean() + out[1], targets=(x,),
-            specs={"args.0": "dp, -, -", "targets.0": "dp, -, -"}, **hints,
-        )  # fmt: skip
-        return sx.parallelize(model, MESHES["dp2"], given, virtual=True)
-
-    most, least = planned().memory().peak, planned(recompute="layers.*").memory().peak
-    budget = (most + least) // 2
-    pm = planned(recompute="auto", memory=budget)
-    assert pm.memory().peak <= budget < most
-    assert "cheapest choice" in pm.planned.notes[-1]
-    assert pm.verify()

@@ -115,15 +115,6 @@ def test_zeros_ties_and_the_ends_of_a_range_are_tried() -> None:
         sx.check_rule(sx.rule(aten.embedding.default, "v d, n -> n d", reduce="same"), table, index)
 
 
-def test_check_rule_of_something_else() -> None:
-    with pytest.raises(sx.Error, match="this is no rule"):
-        sx.check_rule(aten.relu.default)  # type: ignore[arg-type]
-    with pytest.raises(sx.Error, match="of several ops"):
-        sx.check_rule(sx.rule((aten.relu.default, aten.neg.default), "n -> n"), torch.randn(4))
-    with pytest.raises(sx.Error, match=r"Hints\(rules=...\) is of another kind"):
-        sx.Hints(rules=[3])  # type: ignore[list-item]
-
-
 def test_the_command_lists_and_checks_rules(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

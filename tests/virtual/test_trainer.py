@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import AutoModelForCausalLM, EvalPrediction, PreTrainedConfig, Trainer
-from transformers.trainer_utils import PredictionOutput
+from transformers import EvalPrediction, PreTrainedConfig, Trainer
 
 import shardfx as sx
 from shardfx.integrations.trainer import ParallelTrainer
@@ -85,56 +84,22 @@ def close(ours: Any, theirs: Any) -> None:
         assert ours == theirs
 
 
-def everything(trainer: Trainer, folder: Path) -> list[Any]:
-    """Evaluated, trained, evaluated on the way, predicted, the best of it loaded, saved."""
-    found: list[Any] = [trainer.evaluate()]
-    trainer.train()
-    found += [trainer.state.log_history, trainer.state.best_global_step, trainer.evaluate()]
-    predicted: PredictionOutput = trainer.predict(Text(4))
-    found += [predicted.predictions, predicted.label_ids, predicted.metrics]
-    found.append(trainer.predict(WithoutLabels(3)).predictions)
-    trainer.save_model(str(folder))
-    trainer.accelerator.wait_for_everyone()
-    whole = AutoModelForCausalLM.from_pretrained(folder)
-    found.append({name: each.detach().numpy() for name, each in whole.state_dict().items()})
-    own = trainer.model.state_dict()
-    assert all(torch.equal(own[name], each) for name, each in whole.state_dict().items())
-    return found
-
-
 MORE = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 MORE |= {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 
 
-@pytest.mark.slow
-def test_what_a_trainer_does(tmp_path: Path) -> None:
-    plain = everything(made(Trainer, tmp_path / "plain", MORE), tmp_path / "plain model")
-    ours = made(ParallelTrainer, tmp_path / "ours", MORE, mesh=sx.Mesh(dp=2))
-    close(everything(ours, tmp_path / "our model"), plain)
-    assert plain[2] == 2  # by that measure, so that another than the last was loaded
-    assert isinstance(ours.model_wrapped, sx.ParallelModule) and ours.model_wrapped.verify()
-
-
-BACK = pytest.param((ParallelTrainer, Trainer), marks=pytest.mark.slow)
-
-
-@pytest.mark.slow
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("kinds", [(Trainer, ParallelTrainer), BACK])
-def test_checkpoints_go_both_ways(kinds: tuple[Any, Any], tmp_path: Path) -> None:
+@pytest.mark.long
+def test_checkpoints_of_a_plain_trainer_are_gone_on_with(tmp_path: Path) -> None:
+    kinds = (Trainer, ParallelTrainer)
     on = {ParallelTrainer: {"mesh": sx.Mesh(tp=2), "hints": sx.Hints(specs={"head.weight": "tp, -"})}, Trainer: {}}
     first = made(kinds[0], tmp_path, {"save_strategy": "steps", "save_steps": 2}, model=small(), **on[kinds[0]])
     first.train()
     second = made(kinds[1], tmp_path, {}, model=small(), **on[kinds[1]])
     second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     close(first.state.log_history[:4], second.state.log_history[:4])
-    AcceleratorState._reset_state(True)
-    third = made(kinds[1], tmp_path, {}, model=second.model, **on[kinds[1]])
-    third.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # into a model that was trained further
-    close(first.state.log_history[:4], third.state.log_history[:4])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_losses_of_ones_own(tmp_path: Path) -> None:
     def own(out: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
         wanted = torch.where(labels == IGNORED, 0, labels)[..., None]
@@ -143,7 +108,7 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
         )
 
     smoothed: dict[str, Any] = {"label_smoothing_factor": 0.1}
-    for rows, more, options in ((7, {}, {}), (4, smoothed, {}), (4, {}, {"compute_loss_func": own})):
+    for rows, more, options in ((7, smoothed, {}), (4, {}, {"compute_loss_func": own})):
         found = []
         for kind, mesh in ((Trainer, {}), (ParallelTrainer, {"mesh": sx.Mesh(dp=2)})):
             data = {"train_dataset": Text(rows), "eval_dataset": Text(rows), "model": small()}
@@ -158,37 +123,21 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         return (Text(16)[i] for i in range(16))
 
 
-def halved(trainer: Trainer) -> None:
-    """Weights that the script changes between two trainings."""
-    with torch.no_grad():
-        trainer.model.head.weight.mul_(0.5)
-    trainer.train()
-
-
 def own_optimizer(model: nn.Module) -> Any:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
 
 
-def nothing(trainer: Trainer) -> None: ...
-
-
-HABITS: dict[str, Any] = {
-    "evaluates first": ({"eval_on_start": True, "eval_accumulation_steps": 1}, {}, nothing),
-    "changes weights": ({}, {}, halved),
-    "has an optimizer": ({}, {"optimizers": own_optimizer}, nothing),
-    "reads a stream": ({}, {"train_dataset": Stream()}, nothing),
-    "has workers": ({"dataloader_num_workers": 1, "dataloader_drop_last": True}, {"train_dataset": Text(10)}, nothing),
-    "gathers objects": ({"eval_use_gather_object": True}, {}, nothing),
+OPTIONS: dict[str, Any] = {
+    "an optimizer": ({"eval_on_start": True, "eval_accumulation_steps": 1}, {"optimizers": own_optimizer}),
+    "a stream": ({}, {"train_dataset": Stream()}),
 }
-QUICK = ("has an optimizer",)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in HABITS])
-def test_habits(name: str, tmp_path: Path) -> None:
-    """Under a plan that stores parameters in shards."""
-    more, options, then = HABITS[name]
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_of_a_trainer_under_zero_3(name: str, tmp_path: Path) -> None:
+    more, options = OPTIONS[name]
     zero = {"mesh": sx.Mesh(dp=2), "hints": sx.Hints(zero=3, zero_min_numel=0)}
     logged = []
     for kind, mesh in ((Trainer, {}), (ParallelTrainer, zero)):
@@ -196,7 +145,6 @@ def test_habits(name: str, tmp_path: Path) -> None:
         given = {n: each(model) if n == "optimizers" else each for n, each in options.items()}
         trainer = made(kind, tmp_path, {"eval_strategy": "no", **more}, model=model, **given, **mesh)
         trainer.train()
-        then(trainer)
         logged.append(trainer.state.log_history)
     close(*logged)
 

@@ -26,18 +26,13 @@ from tests.unit_orders import ONE_AHEAD, ORDERS, in_order, lowered, one_forward_
 from tests.zoo import make
 
 PLANS: Sequence[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
-    ("mlp3", "gpipe", sx.Mesh(dp=1), {}),
-    ("mlp3", "1f1b", sx.Mesh(dp=2), {}),
-    ("mlp3", "any", sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0}),
     ("mlp3", "1f1b", sx.Mesh(dp=2), {"zero": 3, "zero_min_numel": 0}),
-    ("gpt_fused", "1f1b", sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0}),
-    ("gpt_fused", "gpipe", sx.Mesh(dp=2, tp=2), {}),
+    ("mlp3", "gpipe", sx.Mesh(dp=2, tp=2), {}),
     ("dropout_mlp", "any", sx.Mesh(dp=2), {}),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), PLANS)
 def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     case = make(name)
@@ -62,10 +57,8 @@ def test_units_in_any_order_are_the_whole_batch(name: str, how: str, mesh: sx.Me
 
 
 @pytest.mark.long
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(("mesh", "hints"), [(sx.Mesh(tp=2), {}), (sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0})])
-def test_ranks_that_meet_do_iterations_in_one_order(mesh: sx.Mesh, hints: dict[str, Any]) -> None:
-    pm = in_order("mlp3", mesh, ONE_AHEAD, **hints)
+def test_ranks_that_meet_do_iterations_in_one_order() -> None:
+    pm = in_order("mlp3", sx.Mesh(tp=2), ONE_AHEAD)
     assert pm.verify()
     pm._programs.step.put(1, TRAIN, program(pm, 1, ORDERS["any"]))
     assert "is of iteration 3 of mb, and of iteration 0 of mb on rank 0" in pm.verify().why
@@ -75,15 +68,12 @@ def test_ranks_that_meet_do_iterations_in_one_order(mesh: sx.Mesh, hints: dict[s
 
 
 HELD: list[tuple[str, str, sx.Mesh, dict[str, Any]]] = [
-    ("gpt_fused", "1f1b", sx.Mesh(dp=2), {}),
-    ("gpt_fused", "gpipe", sx.Mesh(dp=2), {}),
     ("mlp3", "any", sx.Mesh(dp=2), {"zero": 3, "zero_min_numel": 0}),
     ("mlp3", "plain", sx.Mesh(dp=2), {"zero": 2, "zero_min_numel": 0}),
 ]
 
 
 @pytest.mark.long
-@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "how", "mesh", "hints"), HELD)
 def test_units_hold_what_a_run_holds(name: str, how: str, mesh: sx.Mesh, hints: dict[str, Any]) -> None:
     pm = in_order(name, mesh, ORDERS[how], **hints)

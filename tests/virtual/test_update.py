@@ -14,7 +14,6 @@ from torch import nn, optim
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardfx as sx
-from shardfx.ir.text import parse_graph, print_graph
 from tests.plans import MESHES
 from tests.stepped import KINDS, alone, apart, batches, of_two, small_plan
 
@@ -76,22 +75,6 @@ def test_parameters_stay_the_same_tensors() -> None:
     pm.step(*batches(1)[0])
     assert {id(p) for p in pm.parameters()} == set(before)
     assert all(p._version > before[id(p)] and p.grad is None for p in pm.parameters())
-
-
-@pytest.mark.long
-def test_the_text_of_a_step_is_read_back() -> None:
-    for zero in (0, 1):
-        pm = small_plan(KINDS["dampening"], MESHES["dp2tp2"], zero=zero, clip_grad_norm=1.0)
-        for graph in (pm.captured, pm.planned):
-            assert print_graph(parse_graph(print_graph(graph))) == print_graph(graph)
-
-
-@pytest.mark.long
-def test_a_rank_module_holds_the_whole_step() -> None:
-    """Its placeholders are named by parameter and state."""
-    pm = small_plan(KINDS["AdamW"], MESHES["dp2"], zero=1)
-    names = {node.name for node in pm.rank_module(1).graph.nodes if node.op == "placeholder"}
-    assert {"_0_weight", "_0_weight_exp_avg", "_2_bias_exp_avg_sq", "optimizer_0_lr", "args_0"} <= names
 
 
 Factory = Callable[[Any], Any]

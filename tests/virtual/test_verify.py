@@ -243,16 +243,6 @@ def test_a_norm_of_parameters_sharded_over_other_axes_is_proven(mesh: str, specs
     assert pm.verify(), pm.verify().why
 
 
-def adafactor(parameters: object) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(parameters)  # type: ignore[arg-type]
-
-
-@pytest.mark.long
-def test_means_over_rows_of_sharded_states_are_proven() -> None:
-    pm = share_planned("3x2", {"weight": "a b, -"}, optimizer=adafactor)
-    assert pm.verify(), pm.verify().why
-
-
 class Squared(torch.nn.Module):
     """A product of a square matrix with itself, which is a sum over what is sharded."""
 

@@ -124,36 +124,6 @@ def test_large_parameters_are_tried_small_with_the_same_ratio(
     assert trial.tried(torch.optim.AdamW([parameter])) is None
 
 
-class Spread(WholeTensor):
-    """Divides by the variance of a tensor, which one element does not have."""
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad / grad.var()
-
-
-def test_shards_that_give_no_number_are_refused() -> None:
-    parameter = nn.Parameter(torch.zeros(1))
-    trial.lay_out(parameter, trial.Layout("w", (4,), (4,)))
-    found = trial.tried(Spread([parameter]))
-    assert found is not None and "nan apart" in found.why
-
-
-@pytest.mark.long
-def test_a_compiled_step_is_one_of_plain_gradients() -> None:
-    pm, x = sharded()
-    model = net("matrix")[0]
-    found = []
-    for each in (pm, model):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
-        step = torch.compile(optimizer.step, backend="eager")
-        for _ in range(2):
-            optimizer.zero_grad()
-            (pm(x) if each is pm else squares(model(x))).backward()
-            step()
-        found.append(pm.full_state_dict()["weight"] if each is pm else model.weight)
-    assert torch.allclose(*found, rtol=1e-12, atol=1e-12)
-
-
 # ---- gradients that a script changes shard by shard ---------------------------------------------------------------
 
 
