@@ -137,6 +137,7 @@ class ProgramRunner:
         start = RunStart(self.seed(kinds), {}) if kept is None else kept
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
+            self.store.refresh()
             run = _StepInputs(inputs, start, self._owners(programs) if len(programs) > 1 else {})
             values = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
@@ -162,10 +163,8 @@ class ProgramRunner:
                     if output.kind.is_kept:
                         self.store.commit(output.name, rank, new)
         for output, own_shards in made.items():
-            found = [own_shards[index] for index in sorted(own_shards)]
-            if output.kind is OutputKind.GRADIENT and output.name in self.store.parameters:
-                found = [self.store.as_gradient(output.name, shard) for shard in found]
-            results[output.kind, output.name] = found
+            results[output.kind, output.name] = [own_shards[index] for index in sorted(own_shards)]
+        self.store.publish()
         return results
 
     def full(self, output: Output, own_shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -249,6 +248,7 @@ class ProgramRunner:
     def rank_inputs(self, rank: int, program: RankProgram, inputs: Inputs) -> dict[str, torch.Tensor]:
         """The inputs of a rank's program by name, as far as they are known here."""
         finish(self.engine.device)
+        self.store.refresh()
         run, store = _StepInputs(inputs, RunStart(torch.zeros((), dtype=torch.int64), {}), {}), self.store
         known = {*inputs, *store.parameters, *store.buffers, *store.states}
         given = [g for g in program.inputs if g.kind in (InputKind.SEED, InputKind.CONSTANT) or g.name in known]

@@ -1,21 +1,23 @@
-"""Stores of shards of parameters, buffers and optimizer states; all programs of a plan share one."""
+"""Stores of parameters, buffers and optimizer states, and their shards; all programs of a plan share one.
+
+On virtual ranks a parameter is what it is on one device, so that any optimizer and any script may use it: a full
+tensor. Where it is sharded, the shards are copies, which a run brings up to date before and whose new content it joins.
+"""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
 
-from shardfx.ir.graph import Graph, Input, InputKind
+from shardfx.ir.graph import Graph, Input, InputKind, Output
 from shardfx.ir.ops.pools.transfer import arrived, finish, settled
 from shardfx.ir.program.store_layout import contiguous_parameters, contiguous_tensors, stepped_groups
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec, with_dim_order
-
-from .virtual.shard_gradient import Sharded, ShardGradient, plain
 
 if TYPE_CHECKING:
     from .distributed.dtensor_shard import DTensorShard
@@ -30,12 +32,6 @@ def version(tensor: Tensor) -> int:
     return tensor._version + (local._version if local is not None else 0)
 
 
-def norm_of(tensors: Sequence[Tensor], kind: float, device: torch.device) -> Tensor:
-    """The norm of tensors concatenated as one vector, in float64."""
-    norms = [torch.linalg.vector_norm(tensor, kind).to(device, torch.float64) for tensor in tensors]
-    return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
-
-
 def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
     """A tensor whose elements lie in the order of those of another one of its shape: itself, or a copy."""
     if tensor.stride() == other.stride():
@@ -44,14 +40,14 @@ def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 class Store:
-    """The state of a plan: the shards of parameters, buffers and states of all ranks, each distinct one once.
+    """The state of a plan: full parameters and buffers, and the shards of all ranks, each distinct one once.
 
     Args:
         rank: the one rank of this process, in a store of its shards (:mod:`.distributed.process_store`).
     """
 
-    parameters: dict[str, list[nn.Parameter]]
-    buffers: dict[str, list[Tensor]]
+    parameters: dict[str, nn.Parameter]
+    buffers: dict[str, Tensor]
     states: dict[str, list[Tensor]]
     """The shards of optimizer states, once there is an optimizer."""
     trained_elsewhere: frozenset[str] = frozenset()
@@ -64,7 +60,10 @@ class Store:
         self._states = graph.of_kind(InputKind.STATE)
         self._given: dict[str, Input] = {given.name: given for given in (*self._inputs, *self._states)}
         self._loaded: set[str] = set()
-        self._sharded: dict[str, Sharded] = {}
+        self._shards_of: dict[str, list[Tensor]] = {}
+        """The shards of parameters and buffers that are stored full, and are sharded."""
+        self._committed: set[str] = set()
+        """The names of these whose shards have new content."""
         self._layouts = {name: Shards.of(spec_of(g), g.value.shape, graph.mesh) for name, g in self._given.items()}
         self._numbers = {name: self._stored(given) for name, given in self._given.items()}
         """The numbers of the shards of each value that are stored here, in the order of their tensors."""
@@ -99,26 +98,51 @@ class Store:
         return mine
 
     def load(self, full: Mapping[str, Tensor], trainable: Mapping[str, bool]) -> None:
-        """Shard global parameters, buffers and initialized states into the stored shards, overwriting them. Rank 0's
-        values count, and all ranks call it."""
+        """Store global parameters, buffers and initialized states, overwriting what is there. Rank 0's values count,
+        and all ranks call it."""
         finish(self.device)
         memory = {} if self.parameters else self._parameter_memory()
         for inp in (each for each in self._given.values() if each.name in full):
             name, trained, is_parameter = inp.name, trainable.get(inp.name, True), inp.kind is InputKind.PARAMETER
-            own_shards = self._split(inp, self._of_rank_0(inp, full[name].detach().to(inp.value.type.dtype)))
+            content = self._of_rank_0(inp, full[name].detach().to(inp.value.type.dtype))
             self._loaded.add(name)
-            if stored := self._held(name):
-                self._write(stored, own_shards)
-            elif is_parameter and own_shards:
-                shown, placed = self.shown(name), self._placed(name, own_shards, memory)
-                self.parameters[name] = [
-                    nn.Parameter(each, requires_grad=trained) if shown is None else shown.parameter(each, trained)
-                    for each in placed
-                ]
-            elif own_shards:
-                self.buffers[name] = [self._wrapped(name, each) for each in self._placed(name, own_shards, memory)]
-            elif is_parameter and trained:
-                self.trained_elsewhere |= {name}
+            if not self.is_here(name):
+                self.trained_elsewhere |= {name} if is_parameter and trained else set()
+            elif name in self.states:
+                for old, new in zip(self.states[name], self._split(inp, content), strict=True):
+                    self._plain(old).copy_(new)
+            elif name in self.parameters or name in self.buffers:
+                self._write(inp, content)
+            else:
+                placed = self._placed(name, self._split(inp, content), memory)
+                if self._is_apart(name):
+                    self._shards_of[name] = placed
+                    placed = self._placed(name, [content], {})
+                if is_parameter:
+                    self.parameters[name] = self._as_parameter(name, placed[0], trained)
+                else:
+                    self.buffers[name] = self._wrapped(name, placed[0])
+
+    def _is_apart(self, name: str) -> bool:
+        """Whether a parameter or buffer is stored full, beside its shards."""
+        return self.rank is None and (self._layouts[name].count > 1 or bool(self._layouts[name].over))
+
+    def refresh(self) -> None:
+        """Bring the shards of what is stored full up to date: scripts write to it."""
+        if self._shards_of:
+            full = {**self.parameters, **self.buffers}
+            shards = {name: self._split(self._given[name], full[name].detach()) for name in self._shards_of}
+            torch._foreach_copy_([*chain(*self._shards_of.values())], [*chain(*shards.values())])
+
+    def publish(self) -> None:
+        """Join new content of shards where it is stored full."""
+        if self._committed:
+            finish(self.device)
+        for name in self._committed:
+            inp, full = self._given[name], self.parameters.get(name, self.buffers.get(name))
+            assert full is not None
+            full.detach().copy_(self.assemble(spec_of(inp), inp.value.shape, self._shards_of[name]))
+        self._committed.clear()
 
     def begin(self, name: str, start: float | str) -> None:
         """Initialize an optimizer state: one number everywhere, or a copy of the parameter of the name ``start``."""
@@ -134,24 +158,23 @@ class Store:
             placed = self._placed(name, own_shards, self._state_memory(inp))
             self.states[name] = [self._as_state(name, each) for each in placed]
 
-    def sharding(self, name: str, full: Tensor) -> list[Tensor]:
-        """A tensor of a parameter's shape, as the shards of the parameter that are here. Rank 0's counts, and all ranks
-        call it."""
-        inp = self._given[name]
-        own_shards = self._split(inp, self._of_rank_0(inp, full.detach()))
-        return [self._wrapped(name, each.to(self.device, copy=True)) for each in own_shards]
+    def like(self, name: str, full: Tensor) -> Tensor | None:
+        """A copy of a global tensor, stored as a parameter of its shape; None: by other processes. Rank 0's tensor
+        counts, and all ranks call it."""
+        return full.detach().to(self.device, copy=True)
 
     def to(self, device: torch.device) -> None:
         """Move the stored tensors; parameters stay the same objects."""
         finish(self.device)
         self.device = device
         memory = self._parameter_memory()
-        for name, own_shards in self.parameters.items():
-            placed = self._placed(name, [shard.data for shard in own_shards], memory)
-            for shard, there in zip(own_shards, placed, strict=True):
-                shard.data = there
-        for stored in (self.buffers, self.states):
-            stored |= {name: self._placed(name, tensors, {}) for name, tensors in stored.items()}
+        for name, own_shards in self._shards_of.items():
+            self._shards_of[name] = self._placed(name, own_shards, memory)
+        memory = {name: places for name, places in memory.items() if name not in self._shards_of}
+        for name, parameter in self.parameters.items():
+            (parameter.data,) = self._placed(name, [parameter.data], memory)
+        self.buffers |= {name: self._placed(name, [buffer], {})[0] for name, buffer in self.buffers.items()}
+        self.states |= {name: self._placed(name, states, {}) for name, states in self.states.items()}
 
     def is_here(self, name: str) -> bool:
         """Whether a rank of this process stores a shard."""
@@ -163,58 +186,52 @@ class Store:
         place = self._numbers[name].index(self._layouts[name].by_rank[rank])
         return self._plain(self._held(name)[place]).detach()
 
+    def placed(self, name: str) -> str:
+        """How a value is stored, in words."""
+        return str(spec_of(self._given[name]))
+
     def stamps(self) -> Mapping[str, tuple[str, int]]:
-        """The spec of each stored value, and the number of its shard in this process; -1 if it has all."""
-        return {
-            name: (str(self._given[name].value.spec), -1 if self.rank is None else numbers[0])
-            for name, numbers in self._numbers.items()
-            if numbers
-        }
+        """The spec of each stored value that may be sharded, and the number of its shard in this process."""
+        return {}
 
     def commit(self, name: str, rank: int, new: Tensor) -> None:
         """Store the new content of a buffer, parameter or state, once for each distinct shard."""
         stored = self.shard(name, rank)
         if stored.data_ptr() != new.data_ptr():
             stored.copy_(arrived(new))
+        if name in self._shards_of:
+            self._committed.add(name)
 
-    def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The global tensor of a parameter or buffer, or of ``shards`` that are sharded like it (its gradient): a copy.
-        ``dtype`` is that of the shards, to processes that store none. All ranks call it alike."""
+    def full(self, name: str, own: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The global tensor of a parameter, buffer or state, or of one that is stored like it (its gradient): a copy.
+        ``dtype`` is that of ``own``, to processes that store none. All ranks call it alike."""
         given = self._given[name]
         if given.pool:
             finish(self.device)
-        shards = own_shards if own_shards is not None else self._held(name)
-        plain = [self._plain(shard.detach()) for shard in shards]
-        joined = self.assemble(spec_of(given), given.value.shape, plain)
-        return joined.clone() if joined.data_ptr() == plain[0].data_ptr() else joined
+        if own is None and name in self.states:
+            return self.assemble(spec_of(given), given.value.shape, self.states[name]).clone()
+        return (own if own is not None else self._held_full(name)).detach().clone()
 
-    def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
-        """The norm of gradients of parameters, of which the shards here are passed, as one vector: each element of the
-        global model counts once. All ranks call it alike."""
-        for name, own_shards in grads.items():
-            if name in self._sharded and len(own_shards) < len(self.parameters[name]):
-                self._sharded[name].refuse("the norm of gradients")
-        return norm_of([plain(shard) for own_shards in grads.values() for shard in own_shards], kind, self.device)
+    def _held_full(self, name: str) -> Tensor:
+        return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
         """The global tensor of a value that is placed by ``spec``. All ranks call it alike."""
         return Shards.of(spec, shape, self.mesh).join(own_shards)
 
-    def as_gradient(self, name: str, shard: Tensor) -> Tensor:
-        """The gradient of a parameter's shard; of one of several here, a :class:`.ShardGradient`."""
-        shards = self.parameters[name]
-        if len(shards) == 1:
-            return shard
-        if name not in self._sharded:
-            self._sharded[name] = Sharded(name, [weakref.ref(each) for each in shards])
-        return ShardGradient.of(shard, self._sharded[name])
+    def gradient(self, output: Output, own_shards: Sequence[Tensor]) -> Tensor:
+        """The gradient of a parameter, as the parameter is stored."""
+        if output.name not in self._shards_of:
+            return own_shards[0]
+        return self.assemble(spec_of(output), output.value.shape, own_shards)
 
     def shown(self, name: str) -> DTensorShard | None:
         """The DTensor view of a parameter's shard; None: the parameter is the shard."""
         return None
 
     def _held(self, name: str) -> Sequence[Tensor]:
-        return self.parameters.get(name) or self.buffers.get(name) or self.states.get(name) or ()
+        """The shards of a parameter, buffer or state."""
+        return self._shards_of.get(name) or self.states.get(name) or [self._held_full(name)]
 
     # ---- what differs between all ranks in one process and one of them
 
@@ -223,8 +240,12 @@ class Store:
         return full
 
     def _wrapped(self, name: str, shard: Tensor) -> Tensor:
-        """The user-facing view of a buffer, or of a tensor of a parameter's shape."""
+        """The user-facing view of a buffer."""
         return shard
+
+    def _as_parameter(self, name: str, shard: Tensor, trained: bool) -> nn.Parameter:
+        """The user-facing view of a parameter."""
+        return nn.Parameter(shard, requires_grad=trained)
 
     def _as_state(self, name: str, shard: Tensor) -> Tensor:
         """The user-facing view of an optimizer state."""
@@ -232,12 +253,11 @@ class Store:
 
     def _plain(self, tensor: Tensor) -> Tensor:
         """The plain local tensor behind a stored one."""
-        return plain(tensor)
+        return tensor
 
-    def _write(self, stored: Iterable[Tensor], own_shards: Sequence[Tensor]) -> None:
-        """Copy shards into the stored ones."""
-        for old, new in zip(stored, own_shards, strict=True):
-            self._plain(old.detach()).copy_(new)
+    def _write(self, inp: Input, content: Tensor) -> None:
+        """Overwrite a parameter or a buffer."""
+        self._held_full(inp.name).detach().copy_(content)
 
     def _split(self, inp: Input, full: Tensor) -> list[Tensor]:
         """This process's shards of a global tensor."""
@@ -276,7 +296,7 @@ class Store:
         return [settled(with_dim_order(each, inp.dim_order), inp.pool, self.device) for each in own_shards]
 
 
-def spec_of(inp: Input) -> Spec:
-    """The spec of a stored value."""
+def spec_of(inp: Input | Output) -> Spec:
+    """The spec of a stored value, or of its gradient."""
     assert inp.value.spec is not None
     return inp.value.spec

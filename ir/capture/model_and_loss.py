@@ -80,7 +80,7 @@ class TensorLeaf:
 
 
 class ModelAndLoss(nn.Module):
-    """The model and its loss as one function of tensor leaves; ``one`` has for each the first that is identical."""
+    """The model and its loss as one function of tensor leaves."""
 
     def __init__(
         self,
@@ -93,13 +93,12 @@ class ModelAndLoss(nn.Module):
         guard: bool = False,
         compute: MixedPrecision | None = None,
         real: bool = True,
-        one: Sequence[int] = (),
     ) -> None:
         super().__init__()
         self.model = model
         self._tree, self._targets = tree, targets
         self._leaves = [TensorLeaf if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.loss, self._one = loss, one
+        self.loss = loss
         self.results = results
         self.guard = guard
         self.compute = compute or MixedPrecision()
@@ -176,7 +175,7 @@ class ModelAndLoss(nn.Module):
     def _run(self, tensors: tuple[torch.Tensor, ...], decisions: DataGuards) -> tuple[torch.Tensor, ...]:
         for name, tensor in stored(self.model).items() if self._marks else ():
             vars(tensor).update(self._marks.get(name, {}))  # those that are traced are others
-        remaining = iter([tensors[first] for first in self._one] or tensors)
+        remaining = iter(tensors)
         leaves = [next(remaining) if leaf is TensorLeaf else leaf for leaf in self._leaves]
         args, kwargs, targets = pytree.tree_unflatten(leaves, self._tree)
         args, kwargs = self.compute.inputs((args, kwargs))

@@ -173,7 +173,6 @@ def _capture(
             expected="the global batch as tensors (fake ones will do)",
             got=f"args={args!r}, kwargs={kwargs!r}",
         )
-    one = _first_places(names, tensors) if guard or (found is not None and found.one) else ()
     if found is not None:
         names, tensors = [*names, *found.others], [*tensors, *found.others.values()]
     with ExitStack() as stack:
@@ -191,7 +190,7 @@ def _capture(
             results.kept = found.kept
 
         def program(model: nn.Module, left_out: Sequence[Repeat] = ()) -> ModelAndLoss:
-            program = model, tree, leaves, loss, len(targets), results, guard, compute, real, one
+            program = model, tree, leaves, loss, len(targets), results, guard, compute, real
             if found is None:
                 return ModelAndLoss(*program)
             return TracedProgram(without_repeats(found, left_out), names, *program)
@@ -274,13 +273,6 @@ def _trace(
     except Exception as error:
         asked = program.model, program.guard, program.unseen
         raise explain(error, *asked, eager.raised if eager is not None else None) from error
-
-
-def _first_places(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> list[int]:
-    """For each input of a model, and each target, the first input that is the same tensor."""
-    first: dict[object, int] = {}
-    keys = (name if name.startswith("targets.") else id(each) for name, each in zip(names, tensors, strict=True))
-    return [first.setdefault(key, place) for place, key in enumerate(keys)]
 
 
 def _reject_history(program: ModelAndLoss, tensors: Sequence[torch.Tensor], graph: Graph) -> None:

@@ -247,7 +247,7 @@ class Peers:
 def _note_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Note a step of an optimizer in the history of each store whose parameters it updates."""
     for store in _stores:
-        mine = {id(shard) for shards in store.parameters.values() for shard in shards}
+        mine = {id(parameter) for parameter in store.parameters.values()}
         groups = [g for g in optimizer.param_groups if any(id(p) in mine for p in g["params"])]
         if not groups or (store.is_staged and not store.all_train):
             continue

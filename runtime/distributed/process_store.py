@@ -17,13 +17,15 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shardfx.ir.graph import Graph, Input, OutputKind
+from shardfx.ir.graph import Graph, Input, Output, OutputKind
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
-from shardfx.runtime.store import Store, norm_of, spec_of, with_strides_of
+from shardfx.runtime.store import Store, spec_of, with_strides_of
 
 from .checksum import checksum
 from .dtensor_shard import DTensorShard
@@ -71,7 +73,7 @@ class ProcessStore(Store):
 
     def _writes(self) -> int:
         """The number of writes into parameters that every rank stores replicated."""
-        shards = [self.parameters[name][0] for name in self._replicated if name in self.parameters]
+        shards = [self.parameters[name] for name in self._replicated if name in self.parameters]
         return sum(DTensorShard.unwrap(each)._version for each in shards)
 
     def done(self) -> dict[str, str]:
@@ -98,8 +100,8 @@ class ProcessStore(Store):
         """Note a backward of ``scale`` times the loss."""
         known = not isinstance(scale, Tensor) or (scale.device.type == "cpu" and scale.numel() == 1)
         times = f" of {float(scale)} times the loss" if known else ""
-        shards = [] if self.is_staged else [shard for shards in self.parameters.values() for shard in shards]
-        added = "added to gradients" if any(each.grad is not None for each in shards) else "with no gradients before"
+        parameters = () if self.is_staged else self.parameters.values()
+        added = "added to gradients" if any(p.grad is not None for p in parameters) else "with no gradients before"
         self.history[f"a backward{times}, {added}"] += 1
 
     def forget_history(self) -> None:
@@ -117,8 +119,30 @@ class ProcessStore(Store):
             found |= each
         return {inp.name: found[inp.name] for inp in self.graph.inputs if inp.name in found}
 
-    def as_gradient(self, name: str, shard: Tensor) -> Tensor:
-        return self._wrapped(name, shard)
+    def placed(self, name: str) -> str:
+        return f"{super().placed(name)}, shard {self._layouts[name].by_rank[self.rank]}"
+
+    def stamps(self) -> Mapping[str, tuple[str, int]]:
+        return {
+            name: (str(given.value.spec), self._numbers[name][0])
+            for name, given in self._given.items()
+            if self.is_here(name)
+        }
+
+    def gradient(self, output: Output, own_shards: Sequence[Tensor]) -> Tensor:
+        return self._wrapped(output.name, own_shards[0])
+
+    def like(self, name: str, full: Tensor) -> Tensor | None:
+        inp = self._given[name]
+        own_shards = self._split(inp, self._of_rank_0(inp, full.detach()))
+        return self._wrapped(name, own_shards[0].to(self.device, copy=True)) if own_shards else None
+
+    def _as_parameter(self, name: str, shard: Tensor, trained: bool) -> nn.Parameter:
+        return self._shards[name].parameter(shard, trained) if self._shardings else nn.Parameter(shard, trained)
+
+    def _write(self, inp: Input, content: Tensor) -> None:
+        (shard,) = self._split(inp, content)
+        self._plain(self._held_full(inp.name).detach()).copy_(shard)
 
     def _wrapped(self, name: str, shard: Tensor) -> Tensor:
         """A gradient or buffer as a DTensor, if parameters are: in the strides of the parameter, which optimizer
@@ -150,11 +174,15 @@ class ProcessStore(Store):
             dist.broadcast(sent, 0)
         return sent
 
-    def full(self, name: str, own_shards: Sequence[Tensor] | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def full(self, name: str, own: Tensor | None = None, dtype: torch.dtype | None = None) -> Tensor:
         """The global tensor; of a pipeline, from the first rank that stores it."""
-        given = self._given[name]
+        given, mine = self._given[name], None
+        if given.pool:
+            finish(self.device)
+        if self.is_here(name):
+            shard = self._plain((own if own is not None else self._held(name)[0]).detach())
+            mine = self.assemble(spec_of(given), given.value.shape, [shard])
         holders = self._holders(given)
-        mine = super().full(name, own_shards) if self.is_here(name) else None
         if mine is not None and len(holders) == self.mesh.size:
             return mine
         dtype = dtype or given.value.type.dtype
@@ -163,10 +191,13 @@ class ProcessStore(Store):
             dist.broadcast(sent, holders[0])
         return sent
 
-    def norm(self, grads: Mapping[str, Sequence[Tensor]], kind: float) -> Tensor:
-        """The norm over all ranks' shards; replicated shards are counted by the first rank that has them."""
-        mine = [DTensorShard.unwrap(shards[0]) for name, shards in grads.items() if self._is_first(name)]
-        total, largest = norm_of(mine, kind, self.device).to(self.device), kind == inf
+    def norm(self, grads: Mapping[str, Tensor], kind: float) -> Tensor:
+        """The norm of gradients of parameters as one vector, of which this rank's shards are passed: each element of
+        the global model counts once. All ranks call it alike."""
+        mine = [DTensorShard.unwrap(grad) for name, grad in grads.items() if self._is_first(name)]
+        norms = [torch.linalg.vector_norm(each, kind).to(self.device, torch.float64) for each in mine]
+        total = torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
+        total, largest = total.to(self.device), kind == inf
         total = total if largest else total**kind
         with ending_together("the norm of all gradients"):
             dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)

@@ -1,14 +1,9 @@
-"""The signature of a call: everything that decides which specialization (programs) serves it, and the checks of a call.
-
-Beside shapes, dtypes and Python values of the inputs, the signature has what the names in the model's code ask of
-tensors (``a is b``, ``x.is_contiguous()``, ``h.requires_grad``), and nothing that they do not.
-"""
+"""The signature of a call: everything that decides which specialization (programs) serves it, and the checks of a call."""
 
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -20,148 +15,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import _get_current_function_mode_stack
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
-from shardfx.ir.capture.frontend.dynamo import ASKS_FOR_GRADIENTS, WHICH, users_hooks
+from shardfx.ir.capture.frontend.dynamo import users_hooks
 from shardfx.ir.capture.frontend.model_preparation import is_installed, refuse_hook
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.capture.trace import Captured
-from shardfx.ir.errors import Error, ShardfxWarning
+from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
-from shardfx.ir.spec import TensorType, dim_order_of, lying, strides_of
+from shardfx.ir.spec import TensorType
 from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 
-ASKS_HOW_IT_LIES = frozenset(
-    "is_contiguous stride strides as_strided dim_order storage_offset is_non_overlapping_and_dense".split()
-)
-"""Names in code that query a tensor's memory layout."""
-
-
-@dataclass(frozen=True)
-class MemoryLayout:
-    """The memory layout of a tensor: its dims from the slowest to the fastest, or its strides where there are gaps."""
-
-    dims: tuple[int, ...] = ()
-    strides: tuple[int, ...] = ()
-
-    @staticmethod
-    def of(tensor: torch.Tensor, part: bool) -> MemoryLayout:
-        """The memory layout of an input; a ``part`` of it as the full input's, without the gaps that a part has."""
-        dims = dim_order_of(tensor)
-        if dims or tensor.stride() == strides_of(tensor.shape):
-            return MemoryLayout(dims)
-        strides = tensor.stride()
-        order = tuple(sorted(range(len(strides)), key=lambda dim: -strides[dim]))
-        if part:
-            return MemoryLayout(order if order != tuple(range(tensor.dim())) else ())
-        return MemoryLayout(order, strides)
-
-    def example(self, type: TensorType, like: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of this layout: with the content of ``like``, or without any."""
-        strides = self.strides or strides_of(type.shape, self.dims)
-        if like is None:
-            return torch.empty_strided(type.shape, strides, dtype=type.dtype, device="meta")
-        return lying(like, strides)
-
-    def __str__(self) -> str:
-        if self.strides:
-            return f"strides {self.strides}"
-        return f"dims in memory in the order {self.dims}" if self.dims else "contiguous"
-
-
-@dataclass(frozen=True)
-class InputFacts:
-    """Queries of the code about tensors, and the answers for a call; empty where it has none.
-
-    ``trainable``: the parameters and inputs with ``requires_grad``; ``layouts``: of inputs that are not contiguous;
-    ``same``: inputs that are one tensor with an earlier one, and which.
-    """
-
-    trainable: frozenset[str] = frozenset()
-    layouts: frozenset[tuple[str, MemoryLayout]] = frozenset()
-    same: frozenset[tuple[str, str]] = frozenset()
-
-    @property
-    def words(self) -> dict[str, str]:
-        """The answers by subject."""
-        found = {f"memory of {name}": str(layout) for name, layout in sorted(self.layouts, key=str)}
-        found |= {f"tensor of {name}": f"that of {first}" for name, first in sorted(self.same)}
-        return found | {f"requires_grad of {name}": "yes" for name in sorted(self.trainable)}
-
-    def differences(self, other: InputFacts) -> Iterator[str]:
-        """The differences to another call's answers, in words."""
-        mine, theirs = self.words, other.words
-        usual = {"memory": "contiguous", "tensor": "another one", "requires_grad": "no"}
-        for subject in sorted(mine.keys() | theirs.keys()):
-            if mine.get(subject) != theirs.get(subject):
-                yield f"{subject} is {theirs.get(subject, usual[subject.split()[0]])}, for which the code asks"
-
-    def examples(self) -> ExampleInputs:
-        """Example tensors with equal answers."""
-        return ExampleInputs(dict(self.layouts), dict(self.same), {})
-
-
-NO_FACTS = InputFacts()
-
-
-@dataclass(frozen=True)
-class ExampleInputs:
-    """Factory of example inputs for a call signature, with equal memory layouts and aliasing."""
-
-    layouts: Mapping[str, MemoryLayout]
-    same: Mapping[str, str]
-    made: dict[str, torch.Tensor]
-
-    def make(self, name: str, type: TensorType, like: torch.Tensor | None, wants: bool) -> torch.Tensor:
-        """An example tensor, with the content of ``like`` or without any."""
-        first = self.same.get(name, name)
-        if first not in self.made:
-            self.made[first] = self.layouts.get(name, MemoryLayout()).example(type, like).requires_grad_(wants)
-        return self.made[first]
-
-
-@dataclass(frozen=True)
-class InputQueries:
-    """Queries of code about its inputs, by the names that it uses."""
-
-    gradients: bool
-    memory: bool
-    identity: bool
-
-    @staticmethod
-    def of(named: Collection[str] | None) -> InputQueries:
-        """The queries of code that names these; None: of unknown code, all of them."""
-        if named is None:
-            return InputQueries(True, True, True)
-        asks = ASKS_FOR_GRADIENTS, ASKS_HOW_IT_LIES, (WHICH, "id", "is_set_to")
-        return InputQueries(*(not each.isdisjoint(named) for each in map(frozenset, asks)))
-
-    def of_call(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        types: Mapping[str, object],
-        trainable: Callable[[], Collection[str]],
-    ) -> InputFacts:
-        """The answers of a call's tensors, which are passed in full where they are of these types."""
-        layouts = frozenset[tuple[str, MemoryLayout]]()
-        if self.memory:
-            parts = {name: TensorType(tuple(each.shape), each.dtype) != types[name] for name, each in tensors.items()}
-            every = ((name, MemoryLayout.of(each, parts[name])) for name, each in tensors.items())
-            layouts = frozenset((name, layout) for name, layout in every if layout != MemoryLayout())
-        same = frozenset[tuple[str, str]]()
-        if self.identity:
-            first: dict[int, str] = {}
-            pairs = ((name, first.setdefault(id(each), name)) for name, each in tensors.items())
-            same = frozenset((name, other) for name, other in pairs if name != other)
-        return InputFacts(frozenset(trainable()) if self.gradients else frozenset(), layouts, same)
-
-
-OF_TORCH = ("torch.utils.checkpoint", "torch.autograd.graph")
-"""Modules of torch whose saved-tensor hooks return the tensors unchanged."""
 OF_OTHERS = sys.stdlib_module_names | {"torch", "shardfx"}
 
 
@@ -180,7 +47,7 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises:
         Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one, a sparse one, one of
-            a class that changes what functions do; modes that do so; hooks that change what is kept for the backward.
+            a class that changes what functions do.
     """
     for name, leaf in tensors.items():
         if type(leaf) not in PLAIN_CLASSES:
@@ -213,12 +80,10 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
             got="an input with a tangent (forward_ad)" if moves else "torch.func.grad, jvp, vmap or the like",
             remedy="transform the model itself: with pm.gathered() as model: ...",
         )
-    if torch.is_grad_enabled():
-        _check_hooks(tensors.values())
 
 
 def check_modes(where: str) -> None:
-    """Refuse Python modes (of torch functions or dispatch) and traces, which would not see the model's functions.
+    """Refuse modes of torch functions and traces, which would not see the model's functions.
 
     Raises:
         Error: naming one.
@@ -231,8 +96,6 @@ def check_modes(where: str) -> None:
             got="torch.export, make_fx or torch.jit.trace",
             remedy="trace the model itself: with pm.gathered() as model: ...; pm.rank_module(rank) is a rank's program",
         )
-    if not torch._C._len_torch_function_stack() and not torch._C._len_torch_dispatch_stack():
-        return
     mode = next((each for each in _get_current_function_mode_stack() if _is_users(type(each))), None)
     if mode is not None:
         raise Error(
@@ -241,14 +104,6 @@ def check_modes(where: str) -> None:
             expected="no TorchFunctionMode of one's own",
             got=f"a {type(mode).__name__}",
             remedy=f"open it in the model's forward, with which it is captured; or call {where} outside of it",
-        )
-    mode = next((each for each in _get_current_dispatch_mode_stack() if _is_users(type(each))), None)
-    if mode is not None:
-        warnings.warn(
-            f"{type(mode).__name__} around {where} sees the ops of the ranks' programs, on their shards, and not those "
-            "of the model",
-            ShardfxWarning,
-            stacklevel=2,
         )
 
 
@@ -270,25 +125,6 @@ def _check_class(name: str, kind: type[torch.Tensor]) -> None:
         else f"the plain tensor that {name} stands for, "
         "such as .full_tensor() of a DTensor; a rank's own part may be passed as .to_local()",
     )
-
-
-def _check_hooks(tensors: Iterable[torch.Tensor]) -> None:
-    """Refuse hooks on saved tensors that return other tensors, tried on the inputs."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None or hooks[0].__module__ in OF_TORCH:
-        return
-    pack, unpack = hooks
-    with torch.no_grad():
-        tried = [torch.linspace(-3, 3, 1000), *(each.detach() for each in tensors if each.is_floating_point())]
-        same = all(torch.equal(unpack(pack(each)), each) for each in tried)
-    if not same:
-        raise Error(
-            "hooks on saved tensors change them, and programs keep theirs by themselves",
-            where="pm(...), within torch.autograd.graph.saved_tensors_hooks(...)",
-            expected="hooks that give back what they were given: what moves or stores it",
-            got=f"{pack.__module__}.{pack.__qualname__}, after which a tensor has other values",
-            remedy="call pm(...) outside of them; Hints(recompute=...) and Hints(offload=...) save memory",
-        )
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)
@@ -324,8 +160,8 @@ class CallSignature:
     ``training`` are the paths of the modules that are in training mode; ``inputs`` types of tensors, and everything
     else as it is; ``gradients`` the parameters and inputs that get one; ``autocast`` the dtypes of ``torch.autocast``
     around the call. ``pulls``: the targets are gradients of the results. ``state`` is the number of the state
-    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first;
-    ``asked`` what the code asks of the tensors themselves; ``hooks`` are those of all modules, by number.
+    in which is what the code reads beside its inputs, and ``changed`` what of it is not as it was first; ``asks`` are
+    the tensors with ``requires_grad``, where the code asks for that; ``hooks`` are those of all modules, by number.
     """
 
     training: frozenset[str]
@@ -335,7 +171,7 @@ class CallSignature:
     pulls: bool = False
     state: int = 0
     changed: tuple[str, ...] = ()
-    asked: InputFacts = NO_FACTS
+    asks: frozenset[str] = frozenset()
     hooks: tuple[int, ...] = ()
 
     def serves(self, other: CallSignature) -> bool:
@@ -347,12 +183,12 @@ class CallSignature:
 
     @property
     def _around(self) -> Hashable:
-        return self.training, self.autocast, self.pulls, self.state, self.asked, self.hooks
+        return self.training, self.autocast, self.pulls, self.state, self.asks, self.hooks
 
     @property
     def trainable(self) -> frozenset[str]:
         """The names of trainable tensors when programs for this signature are captured."""
-        return self.gradients | self.asked.trainable
+        return self.gradients | self.asks
 
     @property
     def key(self) -> Hashable:
@@ -366,7 +202,7 @@ class CallSignature:
         found |= {f"autocast on {device}": str(dtype) for device, dtype in self.autocast}
         found |= {f"training mode of {path or 'the model'}": "yes" for path in sorted(self.training)}
         found |= {AROUND: f"state {self.state}"} if self.state else {}
-        found |= self.asked.words
+        found |= {f"requires_grad of {name}": "yes" for name in sorted(self.asks)}
         return found | {f"gradient of {name}": "yes" for name in sorted(self.gradients)}
 
     def difference(self, other: CallSignature) -> str:
@@ -386,7 +222,8 @@ class CallSignature:
         if self.state != other.state and other.changed:
             found.append(f"guard {', '.join(other.changed[:3])} fails")
         found += ["other hooks of all modules"] * (self.hooks != other.hooks)
-        found += [*self.asked.differences(other.asked)][:3]
+        asked = ((name, "yes" if name in other.asks else "no") for name in sorted(self.asks ^ other.asks)[:3])
+        found += [f"requires_grad of {name} is {now}, for which the code asks" for name, now in asked]
         found += [f"a gradient of {name}" for name in sorted(other.gradients - self.gradients)[:3]]
         return "; ".join(found) or "no targets"
 
@@ -407,17 +244,15 @@ def input_key(leaf: object) -> object:
     return type(leaf).__name__, repr(leaf) if isinstance(leaf, PLAIN) or fields is None else repr(fields)
 
 
-def first_signature(
-    hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], asks: InputQueries
-) -> CallSignature:
-    """The signature of the first programs: that of the example inputs, and of the model as it was."""
+def first_signature(hints: Hints, training: frozenset[str], trainable: Mapping[str, bool], asks: bool) -> CallSignature:
+    """The signature of the first programs: that of the example inputs, and of the model as it was. ``asks``: the code
+    asks for ``requires_grad``."""
     named = leaf_names(hints.args, hints.kwargs, hints.targets)
     wanting = {name for name, leaf in named if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
     wanting |= {name for name, wants in trainable.items() if wants}
     inputs = {name: input_key(leaf) for name, leaf in named}
-    tensors = {name: leaf for name, leaf in named if isinstance(leaf, torch.Tensor)}
-    asked = asks.of_call(tensors, inputs, lambda: wanting)
-    return CallSignature(training, inputs, frozenset(wanting), autocast_around(), asked=asked, hooks=global_hooks())
+    asked = frozenset(wanting if asks else ())
+    return CallSignature(training, inputs, frozenset(wanting), autocast_around(), asks=asked, hooks=global_hooks())
 
 
 def global_hooks() -> tuple[int, ...]:

@@ -83,56 +83,42 @@ def _multiply(grads: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
         torch._foreach_mul_(each, scale.to(device))
 
 
-def tensors_with_grad(store: Store, call: ModuleCall | None = None) -> dict[str, list[torch.Tensor]]:
-    """The local shards of trainable parameters, and the inputs of a call that require a gradient.
-
-    Raises:
-        Error: some shards of a parameter do, and some do not.
-    """
-    found: dict[str, list[torch.Tensor]] = {}
-    elsewhere: dict[str, list[torch.Tensor]] = {name: [] for name in sorted(store.trained_elsewhere)}
-    for name, shards in store.parameters.items():
-        wants: list[torch.Tensor] = [shard for shard in shards if shard.requires_grad]
-        if wants:
-            found[name] = wants
-            if len(wants) != len(shards):
-                raise Error(
-                    f"some shards of {name!r} are frozen, and some are not",
-                    where="pm(...)",
-                    expected="all of them, or none",
-                    got=f"{len(wants)} of {len(shards)} with requires_grad",
-                    remedy=f"freeze each of them: for n, p in pm.named_parameters() of those that are {name!r}",
-                )
-    found |= {name: [tensor] for name, tensor in (call.tensors if call else {}).items() if tensor.requires_grad}
-    return {**elsewhere, **found}
+Wanted = Mapping[str, torch.Tensor | None]
+"""The tensors that require a gradient by name; None: of another process."""
 
 
-def leaves(wanted: Mapping[str, Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+def trained(store: Store) -> dict[str, torch.Tensor | None]:
+    """The trainable parameters."""
+    elsewhere: dict[str, torch.Tensor | None] = dict.fromkeys(sorted(store.trained_elsewhere))
+    return elsewhere | {name: each for name, each in store.parameters.items() if each.requires_grad}
+
+
+def leaves(wanted: Wanted) -> list[torch.Tensor]:
     """The tensors that require a gradient. Where only other processes have some, one that gets none, so that a backward
     begins on all ranks alike."""
-    tensors = [tensor for shards in wanted.values() for tensor in shards]
+    tensors = [tensor for tensor in wanted.values() if tensor is not None]
     return tensors or [torch.zeros((), requires_grad=True) for _ in list(wanted)[:1]]
 
 
 def gradients(
-    step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+    step: ProgramRunner, call: ModuleCall, local: bool, wanted: Wanted, results: Results
 ) -> list[torch.Tensor | None]:
     """The gradients of all tensors that require one; an input's is global, as the input is unless ``local``."""
+    outputs = {output.name: output for output in step.graph.outputs if output.kind is OutputKind.GRADIENT}
     grads: list[torch.Tensor | None] = []
-    for name, shards in wanted.items():
+    for name in (name for name, tensor in wanted.items() if tensor is not None):
         made = results.get((OutputKind.GRADIENT, name))
         if made is None:
-            grads += [None] * len(shards)
-        elif name in call.leaves and not local:
-            output = next(o for o in step.graph.outputs if (o.kind, o.name) == (OutputKind.GRADIENT, name))
-            grads.append(step.full(output, made))
+            grads.append(None)
+        elif name not in call.leaves:
+            grads.append(step.store.gradient(outputs[name], made))
         else:
-            grads += made
+            grads.append(made[0] if local else step.full(outputs[name], made))
     return grads
 
 
 def loss_with_grads(
-    step: ProgramRunner, call: ModuleCall, local: bool, wanted: Mapping[str, Sequence[torch.Tensor]], results: Results
+    step: ProgramRunner, call: ModuleCall, local: bool, wanted: Wanted, results: Results
 ) -> torch.Tensor:
     """The loss, with gradients ready for all tensors that require one."""
     tensors = leaves(wanted)
@@ -143,7 +129,7 @@ def loss_with_grads(
 
 def check_step(
     compiled: Compiled,
-    parameters: Mapping[str, Iterable[nn.Parameter]],
+    parameters: Mapping[str, nn.Parameter],
     loss_with_grads: Collection[str],
     has_targets: bool,
 ) -> None:
@@ -160,8 +146,8 @@ def check_step(
             expected="the targets behind the model's arguments: pm.step(x, y)",
             got="a call that gives the model's results",
         )
-    for name, shards in parameters.items():
-        if any(shard._backward_hooks or shard._post_accumulate_grad_hooks for shard in shards):
+    for name, parameter in parameters.items():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise Error(
                 f"{name!r} has a hook on its gradient, which would never be called",
                 where="pm.step(...)",

@@ -1,9 +1,9 @@
 """The model's state by its own names: parameters and buffers, gathered and sharded; and stamps on sharded state dicts.
 
-``pm.state_dict()`` has a rank's shards under the model's names. Another rank's shards, or those of another plan, have
-the same names and mostly the same shapes; loading them would give other weights, and no key would be missing. So each
-state dict, and each tensor of a rank in it, says its sharding and the number of the shard. (A tensor that was computed
-does not; ``torch.distributed.checkpoint`` moves shards between ranks and plans.)
+Under ``torchrun``, ``pm.state_dict()`` has a rank's shards under the model's names. Another rank's shards, or those of
+another plan, have the same names and mostly the same shapes; loading them would give other weights, and no key would be
+missing. So each state dict, and each tensor of a rank in it, says its sharding and the number of the shard. (A tensor
+that was computed does not; ``torch.distributed.checkpoint`` moves shards between ranks and plans.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind
 from shardfx.ir.spec import TensorType
-from shardfx.module.elementwise_trial import Layout
 from shardfx.module.source_model import SourceModel
 from shardfx.plan import some
 from shardfx.runtime.step import STORED
@@ -30,8 +29,6 @@ from shardfx.runtime.store import Store
 WHERE = "load_full_state_dict(...)"
 EXTRA = "_extra_state"
 SHOWN = 8
-NUMBER = "@"
-"""Prefix of the name of a module that stores one shard of a parameter, before the number of the shard."""
 
 
 class ModelState:
@@ -67,30 +64,19 @@ class ModelState:
         self._mark()
 
     def _mark(self) -> None:
-        """Copy a script's attributes on a parameter to its shards."""
-        for name, shards in self.store.parameters.items():
+        """Copy a script's attributes on a parameter to the stored one."""
+        for name, parameter in self.store.parameters.items():
             for mark, value in self._marks.get(name, {}).items():
-                for shard in shards:
-                    setattr(shard, mark, value)
+                setattr(parameter, mark, value)
 
     def shape(self, name: str) -> torch.Size:
         """The global shape of a stored parameter."""
         return torch.Size(self.compiled.after.input(name).value.shape)
 
-    def layouts(self) -> dict[str, Layout]:
-        """The sharding of each parameter."""
-        mesh, found = self.compiled.after.mesh, dict[str, Layout]()
-        for inp in self.compiled.after.of_kind(InputKind.PARAMETER):
-            dims = inp.value.spec.dims if inp.value.spec is not None else ()
-            found[inp.name] = Layout(
-                inp.name, inp.value.shape, tuple([mesh.extent(sharding.axes) for sharding in dims])
-            )
-        return found
-
-    def is_replicated(self, name: str) -> bool:
-        """Whether a stored parameter is replicated on every rank."""
+    def is_stored_full(self, name: str) -> bool:
+        """Whether this process stores a full parameter."""
         spec = self.compiled.after.input(name).value.spec
-        return spec is not None and not spec.axes
+        return self.store.rank is None or (spec is not None and not spec.axes)
 
     def lacking(self) -> list[str]:
         """The parameters and buffers without content: the model was fake, or on meta."""
@@ -143,8 +129,7 @@ class ModelState:
             if known not in full:
                 full[known] = self._whole(known).detach().cpu().clone()
             made = full[known]
-            shards = self.store.parameters.get(known, [tensor])
-            wants = known in self.store.trained_elsewhere or all(shard.requires_grad for shard in shards)
+            wants = known in self.store.trained_elsewhere or self.store.parameters.get(known, tensor).requires_grad
             memo[id(tensor)] = marked(nn.Parameter(made, wants) if isinstance(tensor, nn.Parameter) else made, tensor)
         return copied(model, memo)
 
@@ -156,18 +141,14 @@ class ModelState:
             n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
         }
         for inp in self.compiled.after.of_kind(InputKind.BUFFER):
-            if inp.name in self.store.buffers and self.is_replicated(inp.name):
-                known[inp.name] = self.store.shard(inp.name, 0)
+            if inp.name in self.store.buffers and self.is_stored_full(inp.name):
+                known[inp.name] = self.store.full(inp.name)
         return known
 
     def full_grads(self) -> dict[str, torch.Tensor]:
         """Full gradients by the model's own names."""
-        mine = {}
-        for name, shards in self.store.parameters.items():
-            grads = [p.grad for p in shards if p.grad is not None]
-            if len(grads) == len(shards):
-                mine[name] = grads
-        dtypes = self.store.said({name: grads[0].dtype for name, grads in mine.items()})
+        mine = {name: p.grad for name, p in self.store.parameters.items() if p.grad is not None}
+        dtypes = self.store.said({name: grad.dtype for name, grad in mine.items()})
         return {name: self.store.full(name, mine.get(name), dtype) for name, dtype in dtypes.items()}
 
     def load_full(self, state_dict: Mapping[str, torch.Tensor], strict: bool) -> None:
@@ -272,13 +253,13 @@ def check_stamps(module: Any, state_dict: Any, prefix: str, local_metadata: dict
                 f"{name!r} of this state dict is {'stored otherwise' if sharding else 'the shard of another rank'}",
                 where="pm.load_state_dict(...)",
                 expected=spec if sharding else f"shard {shard} of it",
-                got=got_spec if sharding else "all shards" if got < 0 else f"shard {got}",
+                got=got_spec if sharding else f"shard {got}",
                 remedy="save pm.full_state_dict(), and pm.load_full_state_dict(...) that; or save the shards of all "
                 "ranks by torch.distributed.checkpoint",
             )
     values = {name: state_dict[prefix + name] for name in stamps if prefix + name in state_dict}
-    mine = dict(_tensors(module))  # virtual ranks have a name for each shard
-    full = next((n for n, new in values.items() if n not in mine or _is_dtensor(mine[n]) > _is_dtensor(new)), None)
+    mine = dict(_tensors(module))
+    full = next((name for name, new in values.items() if _is_dtensor(mine[name]) > _is_dtensor(new)), None)
     if full is not None or local_metadata.get("assign_to_params_buffers"):
         raise Error(
             "new tensors cannot take the place of the stored ones"

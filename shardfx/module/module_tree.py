@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from functools import partial
-from operator import is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -13,12 +13,13 @@ from torch import nn
 
 from shardfx.ir.capture.frontend.model_preparation import STATE
 from shardfx.ir.errors import Error
-from shardfx.module.model_state import NUMBER, ModelState
+from shardfx.module.model_state import ModelState
 from shardfx.module.optimizer_hooks import watch_optimizers
 
 if TYPE_CHECKING:
     from shardfx.module.source_model import SourceModel
 
+HELD = "_modules", "_parameters", "_buffers"
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the full weights of the model."""
 AGAIN = "change the model, and parallelize it again"
@@ -37,6 +38,45 @@ def _operator(name: str) -> Callable[..., Any]:
     return operate
 
 
+class Locked(dict[str, Any]):
+    """The modules, parameters or buffers of a proxy, of which none can be replaced: programs are of the model as it
+    was. ``grows``: others may be put beside them."""
+
+    def __init__(self, where: str, content: dict[str, Any], grows: bool = False) -> None:
+        super().__init__(content)
+        self.where, self.grows = where, grows
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in self and self[name] is not value:
+            raise Error(
+                "a tensor or a module of a parallel module was replaced",
+                where=f"{name!r} of {self.where}",
+                expected="the model as it was parallelized",
+                got="another one, as torch.func.functional_call puts in",
+                remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
+            )
+        if name not in self and not self.grows:
+            self._refuse(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if not self.grows:
+            self._refuse(name)
+        super().__delitem__(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise Error(
+            "modules of a parallel module, or what they hold, were changed; its programs are of the model as it was",
+            where=f"{name!r} of {self.where}",
+            expected="the model as it was parallelized",
+            got=f"without {name!r}" if name in self else f"a new {name!r}",
+            remedy=AGAIN,
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return copy.deepcopy({**self}, memo)
+
+
 class ModelProxy(nn.Module):
     """Stands for a module of the model: nn.Module's own methods, and all else delegated to ``_twin``, the user's own
     module. Another module or tensor in it is an error: the plan was made of it as it was."""
@@ -44,7 +84,7 @@ class ModelProxy(nn.Module):
     @property
     def _twin(self) -> nn.Module:
         source: SourceModel = self.__dict__["_source"]
-        return source.at(self.__dict__["_path"].partition(f".{NUMBER}")[0])
+        return source.at(self.__dict__["_path"])
 
     @property
     def training(self) -> bool:
@@ -73,7 +113,6 @@ class ModelProxy(nn.Module):
             return partial(self._refuse, what, remedy=f"with pm.gathered() as model: model.{name}(...)")
         found = inspect.getattr_static(kind, name, own)
         if found is own:
-            self._reject_in_shards(name)
             if name in twin._buffers:  # one that was None when the model was parallelized
                 return twin._buffers[name]
             raise AttributeError(f"neither a parallel module nor {kind.__name__!r} has an attribute {name!r}")
@@ -113,6 +152,10 @@ class ModelProxy(nn.Module):
         """Not supported, as it is no module of its class, and its parameters may be shards: always an Error."""
         self._refuse("apply() cannot do to shards what it does to a model", remedy=REINITIALISE)
 
+    @property
+    def _where(self) -> str:
+        return f"{self.__dict__.get('_path') or 'pm'} ({type(self._twin).__name__})"
+
     def _refuse(
         self,
         what: str,
@@ -122,24 +165,7 @@ class ModelProxy(nn.Module):
         remedy: str = AGAIN,
         **kwargs: object,
     ) -> NoReturn:
-        where = f"{self.__dict__.get('_path') or 'pm'} ({type(self._twin).__name__})"
-        raise Error(what, where=where, expected=expected, got=got, remedy=remedy)
-
-    def _reject_in_shards(self, name: str) -> None:
-        """Raise an Error, no AttributeError: ``getattr(module, "weight", None)`` would say that there is none.
-
-        Raises:
-            Error: it is a parameter or a buffer that is sharded.
-        """
-        inside = {own: part for own, part in self._modules.items() if own.startswith(NUMBER) and part is not None}
-        shards = [own for own, part in inside.items() if name in part._parameters or name in part._buffers]
-        if shards:
-            self._refuse(
-                f"{name!r} is in {len(shards)} shards here",
-                expected=f"{', '.join(f'{own}.{name}' for own in shards)}, or the full tensors: pm.full_state_dict()",
-                got=f"the full {name!r} asked for",
-                remedy="what is to change a module (a parametrization, pruning) is put on the model before parallelize",
-            )
+        raise Error(what, where=self._where, expected=expected, got=got, remedy=remedy)
 
 
 class ProxyModule(ModelProxy):
@@ -240,10 +266,10 @@ class ProxyRoot(ModelProxy):
 
 
 def watch(state: ModelState) -> None:
-    """Hook optimizers of stored shards, so that they step local shards."""
+    """Hook optimizers of stored parameters."""
     update = state.compiled.captured.update
     stepped = {n for group in update.groups for n in group.names} if update else ()
-    watch_optimizers(state.store, state.layouts(), stepped)
+    watch_optimizers(state.store, stepped)
 
 
 class ProxyTree:
@@ -260,63 +286,40 @@ class ProxyTree:
         for module, proxy in made.items():
             proxy._modules.update({name: made[child] for name, child in module._modules.items() if child is not None})
         self._proxies = [*made.values()]
-        self._known = list[tuple[ModelProxy, Sequence[dict[str, Any]]]]()
 
     def register(self, state: ModelState) -> None:
-        """Make the stored shards parameters and buffers of the tree, under the model's own names and in their order.
+        """Make what is stored parameters and buffers of the tree, under the model's own names and in their order.
 
         Whoever walks the modules finds them in the order of ``named_parameters()``: a copy that is held by a module of
         somebody else's (``AveragedModel``) is compared with them one by one.
         """
         watch(state)
+        self.unlock()
         order = {name: i for i, name in enumerate(self.names)}
-        for name, shards in sorted(state.store.parameters.items(), key=lambda named: order.get(named[0], 0)):
-            for place, leaf, shard in self._places(name, shards):
-                place._parameters[leaf] = shard
-        for name, tensors in state.store.buffers.items():
-            for place, leaf, tensor in self._places(name, tensors):
-                place._buffers[leaf] = tensor
-                if name not in state.names:
-                    place._non_persistent_buffers_set.add(leaf)
-        self._known = [(proxy, [{**each} for each in _held(proxy)]) for proxy in self._proxies]
+        for name, parameter in sorted(state.store.parameters.items(), key=lambda named: order.get(named[0], 0)):
+            holder, leaf = self._place(name)
+            holder._parameters[leaf] = parameter
+        for name, tensor in state.store.buffers.items():
+            holder, leaf = self._place(name)
+            holder._buffers[leaf] = tensor
+            if name not in state.names:
+                holder._non_persistent_buffers_set.add(leaf)
+        for proxy in self._proxies:
+            beside = proxy is self.root and not isinstance(proxy._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
+            for name in HELD:
+                locked = Locked(proxy._where, vars(proxy)[name], grows=beside and name == "_modules")
+                vars(proxy)[name] = locked
 
-    def _places(self, name: str, shards: Sequence[Any]) -> Iterator[tuple[ModelProxy, str, Any]]:
-        """The modules that hold the shards of a value, and under which name: its own; or a proxy for each shard. A
-        child may be called as one of our methods is (``memory``, ``step``): it is not asked for as an attribute."""
+    def unlock(self) -> None:
+        """Let modules and tensors be replaced, until the next :meth:`register`."""
+        for proxy in self._proxies:
+            vars(proxy).update({name: {**vars(proxy)[name]} for name in HELD})
+
+    def _place(self, name: str) -> tuple[ModelProxy, str]:
+        """The module that holds a value, and under which name. A child may be called as one of our methods is
+        (``memory``, ``step``): it is not asked for as an attribute."""
         *path, leaf = name.split(".")
         holder: Any = self.root
         for each in path:
             holder = holder._modules[each]
-        for i, shard in enumerate(shards):
-            own = f"{NUMBER}{i}"
-            if len(shards) > 1 and own not in holder._modules:
-                holder._modules[own] = ProxyModule(".".join([*path, own]), self.source)
-            yield holder if len(shards) == 1 else holder._modules[own], leaf, shard
-
-    def check(self) -> None:
-        """Raise if somebody changed a module of the tree, or replaced a stored tensor.
-
-        Raises:
-            Error: naming it.
-        """
-        for proxy, known in self._known:
-            modules, *tensors = _held(proxy)
-            if proxy is self.root and not isinstance(proxy._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict)):
-                modules = {name: modules.get(name) for name in known[0]}  # others may be put beside the model
-            held = modules, *tensors
-            if [*map(len, held)] != [*map(len, known)]:
-                expected, got = ("{} modules, {} parameters, {} buffers".format(*map(len, n)) for n in (known, held))
-                what = "modules of a parallel module, or what they hold, were changed"
-                proxy._refuse(f"{what}, and its programs are of the model as it was", expected=expected, got=got)
-            if not all(all(map(is_, now.values(), was.values())) for now, was in zip(held, known, strict=True)):
-                proxy._refuse(
-                    "a tensor or a module of a parallel module was replaced",
-                    got="another one, as torch.func.functional_call puts in",
-                    remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
-                )
-
-
-def _held(proxy: ModelProxy) -> tuple[dict[str, Any], ...]:
-    """The modules, parameters and buffers of a proxy."""
-    own = proxy.__dict__
-    return own["_modules"], own["_parameters"], own["_buffers"]
+        return holder, leaf

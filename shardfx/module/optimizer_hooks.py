@@ -1,14 +1,11 @@
-"""Hooks on ``torch.optim`` optimizers of sharded parameters: refusal, local steps, and norms of gradients.
-
-An optimizer that needs the full tensor (Adafactor, Muon, LAMB) computes something else on shards. Whether it does is
-found by running it (see :mod:`.elementwise_trial`); one that gives other weights, or cannot be tried, is an Error.
+"""Hooks on ``torch.optim`` optimizers: steps of local shards, and norms of gradients over all ranks.
 
 Under ``torchrun`` sharded parameters are DTensors. To an elementwise optimizer of torch they are nothing but elements,
 and DTensor's dispatch of each op costs more than the op: a copy of the optimizer steps the local shards in the same
-memory, and its states are wrapped as DTensors again. Optimizers of others, gradients of other placements, hooks and
-closures go through DTensor.
+memory, and its states are wrapped as DTensors again. Optimizers that look at full tensors, those of others, gradients
+of other placements, hooks and closures go through DTensor.
 
-``torch.nn.utils.clip_grad_norm_`` gets the norm over all ranks and stages, of full tensors.
+``torch.nn.utils.clip_grad_norm_`` gets the norm over all ranks and stages.
 """
 
 from __future__ import annotations
@@ -16,7 +13,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -28,10 +25,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error
-from shardfx.module.elementwise_trial import Layout, lay_out, tried
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.runtime.store import Store, with_strides_of
-from shardfx.runtime.virtual.shard_gradient import ShardGradient, check_all_shards, plain
 
 if TYPE_CHECKING:
     from shardfx.runtime.distributed.dtensor_shard import DTensorShard
@@ -39,31 +34,25 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 _hooks: list[Any] = []
-_shards = WeakIdKeyDictionary()
-"""The parameters that are one shard of several, by their names in the model."""
 _stepped = WeakIdKeyDictionary()
 """The parameters that a program steps."""
 _shown = WeakIdKeyDictionary()
 """The DTensor view of each parameter's shard."""
-_plain_grads: WeakKeyDictionary[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = WeakKeyDictionary()
-"""While an optimizer steps: each parameter, its gradient, and the plain one in its place."""
 _local_steps: WeakKeyDictionary[Optimizer, tuple[Optimizer, dict[Tensor, Tensor]]] = WeakKeyDictionary()
 """While an optimizer steps: its copy on local shards, and the local shard of each parameter."""
+ELEMENTWISE = frozenset("SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split())
+"""The optimizers of torch whose step of an element depends on that element alone."""
 
 
-def watch_optimizers(store: Store, layouts: Mapping[str, Layout], stepped: Collection[str] = ()) -> None:
-    """Hook optimizers of a store's parameters: of shards, which are sharded by ``layouts``; of DTensors, whose local
-    shards are stepped; and of what the program steps (the names ``stepped``)."""
-    for name, shards in store.parameters.items():
-        _stepped.update(dict.fromkeys(shards if name in stepped else (), True))
-        shown = store.shown(name)
-        for shard in shards:
-            lay_out(shard, layouts[name])
-            if len(shards) > 1:
-                _shards[shard] = name
-            if shown is not None:
-                _shown[shard] = shown
-    if (_shards or _shown or stepped) and not _hooks:
+def watch_optimizers(store: Store, stepped: Collection[str] = ()) -> None:
+    """Hook optimizers of a store's parameters: of DTensors, whose local shards are stepped; and of what the program
+    steps (the names ``stepped``)."""
+    for name, parameter in store.parameters.items():
+        if name in stepped:
+            _stepped[parameter] = True
+        if (shown := store.shown(name)) is not None:
+            _shown[parameter] = shown
+    if (_shown or stepped) and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
@@ -87,8 +76,6 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if any(p in _shards for p in parameters):
-        return _begin_on_shards(optimizer, closure, args, kwargs)
     if closure is None and any(p in _shown for p in parameters) and _may_step_locally(optimizer):
         return _begin_local_step(optimizer, args, kwargs)
     return None
@@ -96,73 +83,21 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 @torch._disable_dynamo
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for p, grad, taken in _plain_grads.pop(optimizer, ()):
-        if p.grad is taken:
-            p.grad = grad
     twin, local = _local_steps.pop(optimizer, (None, {}))
     if twin is not None and args[0] is twin:
         _end_local_step(optimizer, twin, local)
 
 
-# ---- virtual ranks: all shards of a parameter
-
-
-def _begin_on_shards(optimizer: Optimizer, closure: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
-    """Give an optimizer plain gradients, also behind its closure.
-
-    Raises:
-        Error: it steps shards otherwise than full tensors.
-    """
-    found = tried(optimizer, closure is not None)
-    if found is not None:
-        kind, name = type(optimizer).__name__, found.name or next(_shards[p] for p in parameters_of(optimizer))
-        what = "cannot be tried on shards" if found.failed else "looks at full tensors"
-        raise Error(
-            f"{kind} {what}, and {name!r} is sharded here",
-            where=f"{kind}.step()",
-            expected="an optimizer that works on each element alone, such as AdamW",
-            got=found.why,
-            remedy="Hints(optimizer=...), whose step is a part of the program and sees full tensors; or leave these "
-            "parameters unsharded; or run under torchrun, where parameters are DTensors",
-        )
-    _plain_grads[optimizer] = []
-    _take_plain(optimizer)
-    if closure is None:
-        return None
-
-    def computed(*args: Any, **more: Any) -> Any:
-        loss = closure(*args, **more)
-        _take_plain(optimizer)
-        return loss
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": computed}
-    return (args[0], computed, *args[2:]), kwargs
-
-
-def _take_plain(optimizer: Optimizer) -> None:
-    """Give an optimizer plain gradients.
-
-    Raises:
-        Error: only some shards of a parameter have one.
-    """
-    guarded = [(p, p.grad) for p in parameters_of(optimizer) if isinstance(p.grad, ShardGradient)]
-    check_all_shards([grad for _, grad in guarded], f"{type(optimizer).__name__}.step()")
-    for p, grad in guarded:
-        p.grad = plain(grad)
-        _plain_grads[optimizer].append((p, grad, p.grad))
-
-
-# ---- real ranks: the local shard of a DTensor
+# ---- the local shard of a DTensor
 
 
 def _may_step_locally(optimizer: Optimizer) -> bool:
     """Whether an optimizer's step is known to be elementwise."""
     if torch.compiler.is_compiling() or optimizer._optimizer_step_pre_hooks:
         return False
-    own = type(optimizer).step.__module__.startswith("torch.optim.")
-    differentiable = any(group.get("differentiable") for group in optimizer.param_groups)
-    return own and not differentiable and tried(optimizer) is None
+    step = type(optimizer).step
+    own = step.__module__.startswith("torch.optim.") and step.__qualname__.partition(".")[0] in ELEMENTWISE
+    return own and not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
 def _begin_local_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -206,7 +141,7 @@ def _local(shown: DTensorShard, value: Any) -> Any:
 # ---- norms
 
 
-Norm = Callable[[Mapping[str, Sequence[Tensor]], float], Tensor]
+Norm = Callable[[Mapping[str, Tensor], float], Tensor]
 """The norm of gradients by name, of which each rank gives its own."""
 _owners = WeakIdKeyDictionary()
 """The norm function, and the name, of each parameter."""
@@ -216,7 +151,7 @@ _torch_norm: list[Any] = []
 def watch_norms(store: Store, norm: Norm) -> None:
     """Have torch compute norms of these parameters' gradients by ``norm``, a method of their owner."""
     owner = weakref.WeakMethod(norm)
-    _owners.update({shard: (owner, name) for name, shards in store.parameters.items() for shard in shards})
+    _owners.update({parameter: (owner, name) for name, parameter in store.parameters.items()})
     if not _torch_norm:
         inside: Any = clip_grad
         _torch_norm.append(inside._get_total_norm)
@@ -231,11 +166,11 @@ def _total_norm(
 ) -> Tensor:
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     known = {id(p.grad): owner for p, owner in _owners.items() if p.grad is not None}
-    mine: dict[str, list[Tensor]] = {}
+    mine: dict[str, Tensor] = {}
     for grad in grads:
         if id(grad) in known:
             norm, name = known[id(grad)]
-            mine.setdefault(name, []).append(grad)
+            mine[name] = grad
     rest = [grad for grad in grads if id(grad) not in known]
     if not mine:
         total: Tensor = _torch_norm[0](grads, norm_type, error_if_nonfinite, foreach)

@@ -19,78 +19,72 @@ from shardfx.module.model_state import ModelState
 SAVED, LOADED = "pm.full_optimizer_state_dict(...)", "pm.load_full_optimizer_state_dict(...)"
 
 
-Walk = tuple[Sequence[str], Sequence[torch.Tensor]]
-"""The model's parameters by name, in its order, and the shards as ``pm.parameters()`` gives them."""
-
-
-def shards_of_state(state: ModelState, name: str, full: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The state of each shard of a parameter: tensors of its shape are sharded as it is, and numbers are the same.
+def _sharded(state: ModelState, name: str, full: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The state of a stored parameter: tensors of its shape are sharded as it is, and numbers are the same.
 
     Raises:
         Error: a tensor of another shape, of a parameter that is sharded.
     """
-    shards = state.store.parameters.get(name, ())
-    shape = state.shape(name)
-    found: list[dict[str, Any]] = [{} for _ in shards]
+    found: dict[str, Any] = {}
     for key, value in full.items():
-        if isinstance(value, torch.Tensor) and value.shape == shape and value.dim():
-            each: Sequence[Any] = state.store.sharding(name, value)
-        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_replicated(name):
-            raise _other_shape(key, name, where, shape, value)
-        else:
-            each = [copy.deepcopy(value) for _ in shards]
-        for place, shard in zip(found, each, strict=True):
-            place[key] = shard
+        of_shape = isinstance(value, torch.Tensor) and value.shape == state.shape(name) and value.dim() > 0
+        if not of_shape:
+            _check_shape(key, value, name, state, where)
+        found[key] = state.store.like(name, value) if of_shape else copy.deepcopy(value)
     return found
 
 
-def joined(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The full state dict of an optimizer of stored shards. A collective call.
+def _check_shape(key: str, value: object, name: str, state: ModelState, where: str) -> None:
+    if isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_stored_full(name):
+        raise Error(
+            f"the state {key!r} of {name!r} is not sharded as the parameter is",
+            where=where,
+            expected=f"a tensor of shape {tuple(state.shape(name))}, or a number",
+            got=f"one of shape {tuple(value.shape)}",
+            remedy="an optimizer whose states are as its parameters, such as AdamW; or one made of pm.parameters()",
+        )
+
+
+def joined(state: ModelState, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The full state dict of an optimizer of stored parameters. A collective call.
 
     Raises:
-        Error: only some shards of a parameter have a state, or are there; a state cannot be joined.
+        Error: a state cannot be joined.
     """
     saved = optimizer.state_dict()
-    every = _every(state, walk, optimizer)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
-    for wholes, packed in zip(every, saved["param_groups"], strict=True):
+    for members, packed in zip(_members(state, optimizer), saved["param_groups"], strict=True):
         first = sum(len(each["params"]) for each in groups)
-        for i, (name, places) in enumerate(wholes):
-            ids = [packed["params"][place] for place in places]
-            stored = [saved["state"][index] for index in ids if index in saved["state"]]
-            if stored:
-                _check_all(name, state, len(stored))
-            if made := _full_state(state, name, stored) if name else stored[:1] and stored[0]:
+        for i, (name, place) in enumerate(members):
+            mine = saved["state"].get(packed["params"][place], {}) if place is not None else {}
+            if made := _full_state(state, name, mine) if name else mine:
                 states[first + i] = made
-        group = {**packed, "params": list(range(first, first + len(wholes)))}
+        group = {**packed, "params": list(range(first, first + len(members)))}
         if "param_names" in packed:
-            group["param_names"] = [name or packed["param_names"][places[0]] for name, places in wholes]
+            group["param_names"] = [name or packed["param_names"][place] for name, place in members]
         groups.append(group)
     return {**saved, "state": states, "param_groups": groups}
 
 
-def sharding(
-    state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]
-) -> dict[str, Any]:
+def sharding(state: ModelState, optimizer: torch.optim.Optimizer, full: Mapping[str, Any]) -> dict[str, Any]:
     """The sharded argument of ``optimizer.load_state_dict``, from a full state dict. A collective call.
 
     Raises:
         Error: the groups are others; a state cannot be sharded as its parameter is.
     """
-    members = _every(state, walk, optimizer)
-    sizes, theirs = [len(wholes) for wholes in members], [len(group["params"]) for group in full["param_groups"]]
+    every = _members(state, optimizer)
+    sizes, theirs = [len(members) for members in every], [len(group["params"]) for group in full["param_groups"]]
     if sizes != theirs:
         raise _other_groups(sizes, theirs)
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     own = optimizer.state_dict()["param_groups"]
-    for wholes, group, mine in zip(members, full["param_groups"], own, strict=True):
-        for index, (name, places) in zip(group["params"], wholes, strict=True):
+    for members, group, mine in zip(every, full["param_groups"], own, strict=True):
+        for index, (name, place) in zip(group["params"], members, strict=True):
             if index in full["state"]:
-                state_of_parameter = full["state"][index]
-                shards = shards_of_state(state, name, state_of_parameter, LOADED) if name else [state_of_parameter]
-                states.update(zip([mine["params"][place] for place in places], shards, strict=True))
+                made = _sharded(state, name, full["state"][index], LOADED) if name else full["state"][index]
+                states |= {mine["params"][place]: made} if place is not None else {}
         kept = {key: mine[key] for key in ("params", "param_names") if key in mine}
         groups.append({**{key: value for key, value in group.items() if key != "param_names"}, **kept})
     return {**full, "state": states, "param_groups": groups}
@@ -121,49 +115,25 @@ def by_name(names: Sequence[Sequence[str]], values: Mapping[str, Any]) -> Mappin
     return {**values, "state": states, "param_groups": groups}
 
 
-def _owners(state: ModelState) -> dict[int, str]:
-    """The parameter name of each shard."""
-    return {id(shard): name for name, shards in state.store.parameters.items() for shard in shards}
-
-
-def _every(state: ModelState, walk: Walk, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, list[int]]]]:
-    """The parameters of each group, as :func:`_members`; also those that only other processes hold.
-
-    They stand in the order in which an optimizer of the model itself would have them: in the model's, if they stand
-    here as ``pm.parameters()`` gives them (shards of some behind replicated ones), and else as the user has put them.
-    """
-    owners = _owners(state)
-    mine = [_members(group["params"], owners) for group in optimizer.param_groups]
-    said = state.store.said({name: number for number, wholes in enumerate(mine) for name, _ in wholes if name})
-    every = mine
-    if not all(state.store.is_here(name) for name in said):
-        every = []
-        for number, wholes in enumerate(mine):
-            here = dict(wholes)
-            names = [name for name, its in said.items() if its == number]
-            every.append([(name, here.get(name, [])) for name in names] + [each for each in wholes if not each[0]])
-    in_order, shards = walk
-    as_walked = dict.fromkeys(owners[id(shard)] for shard in shards if id(shard) in owners)
-    walked, order = ({name: i for i, name in enumerate(each)} for each in (as_walked, in_order))
-    return [
-        sorted(wholes, key=lambda full: order.get(full[0], len(order))) if _rises(walked, own) else wholes
-        for own, wholes in zip(mine, every, strict=True)
+def _members(state: ModelState, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, int | None]]]:
+    """The parameters of each group: name ("" for one that is not the model's) and place. Of a pipeline, the model's
+    stand in its order, also those that only other processes hold, which have no place here."""
+    store = state.store
+    names = {id(parameter): name for name, parameter in store.parameters.items()}
+    mine: list[list[tuple[str, int | None]]] = [
+        [(names.get(id(parameter), ""), place) for place, parameter in enumerate(group["params"])]
+        for group in optimizer.param_groups
     ]
-
-
-def _rises(walked: Mapping[str, int], wholes: Sequence[tuple[str, list[int]]]) -> bool:
-    """Whether parameters are in the order of the model, and those that are not the model's behind them."""
-    places = [walked.get(name, len(walked)) for name, _ in wholes]
-    return places == sorted(places)
-
-
-def _members(params: Sequence[torch.Tensor], owners: Mapping[int, str]) -> list[tuple[str, list[int]]]:
-    """The parameters of a group: name ("" for one that is not the model's), and the positions of its shards."""
-    places: dict[tuple[str, int], list[int]] = {}
-    for i, tensor in enumerate(params):
-        name = owners.get(id(tensor), "")
-        places.setdefault((name, 0 if name else i), []).append(i)
-    return [(name, where) for (name, _), where in places.items()]
+    said = store.said({name: number for number, members in enumerate(mine) for name, _ in members if name})
+    if all(map(store.is_here, said)):
+        return mine
+    order = {name: i for i, name in enumerate(state.names)}
+    every: list[list[tuple[str, int | None]]] = []
+    for number, members in enumerate(mine):
+        here = {name: place for name, place in members if name}
+        its = sorted((name for name, group in said.items() if group == number), key=lambda name: order[name])
+        every.append([(name, here.get(name)) for name in its] + [each for each in members if not each[0]])
+    return every
 
 
 def _other_groups(wanted: Sequence[int], theirs: Sequence[int]) -> Error:
@@ -177,43 +147,19 @@ def _other_groups(wanted: Sequence[int], theirs: Sequence[int]) -> Error:
     )
 
 
-def _other_shape(key: str, name: str, where: str, shape: Sequence[int], value: torch.Tensor) -> Error:
-    return Error(
-        f"the state {key!r} of {name!r} is not sharded as the parameter is",
-        where=where,
-        expected=f"a tensor of shape {tuple(shape)}, or a number",
-        got=f"one of shape {tuple(value.shape)}",
-        remedy="an optimizer whose states are as its parameters, such as AdamW; or one made of pm.parameters()",
-    )
-
-
-def _check_all(name: str, state: ModelState, count: int) -> None:
-    wanted = len(state.store.parameters[name]) if name else 1
-    if count != wanted:
-        raise Error(
-            f"only some shards of {name!r} have a state",
-            where=SAVED,
-            expected=f"all {wanted} shards in one group",
-            got=count,
-            remedy="keep the shards of a parameter together: groups by name, not by number",
-        )
-
-
-def _full_state(state: ModelState, name: str, shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The full state of a parameter from those of its shards, some in other processes; empty where it has none."""
+def _full_state(state: ModelState, name: str, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """The full state of a parameter, perhaps of another process; empty where it has none."""
     kept: dict[str, Any] = {}
-    stored: Sequence[torch.Tensor] = state.store.parameters.get(name, ())
-    for key, value in shards[0].items() if shards else ():
-        if isinstance(value, torch.Tensor) and value.dim() and value.shape == stored[0].shape:
+    for key, value in mine.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.shape == state.store.parameters[name].shape:
             kept[key] = value.dtype
-        elif isinstance(value, torch.Tensor) and value.numel() > 1 and not state.is_replicated(name):
-            raise _other_shape(key, name, SAVED, stored[0].shape, value)
         else:
+            _check_shape(key, value, name, state, SAVED)
             kept[key] = copy.deepcopy(value)
     kept = dict(state.store.said({name: kept} if kept else {}).get(name, {}))
     for key, dtype in kept.items():
         if isinstance(dtype, torch.dtype):
-            kept[key] = state.store.full(name, [shard[key] for shard in shards], dtype)
+            kept[key] = state.store.full(name, mine.get(key), dtype)
     return kept
 
 
@@ -251,22 +197,17 @@ def carry_over(optimizers: object, model: nn.Module, state: ModelState) -> None:
     for optimizer in args:
         moved = {p: names.get(id(p), "") for group in optimizer.param_groups for p in group["params"]}
         moved = {p: name for p, name in moved.items() if state.store.is_loaded(name)}
-        states = {p: shards_of_state(state, name, optimizer.state.get(p, {}), WHERE) for p, name in moved.items()}
+        states = {p: _sharded(state, name, optimizer.state.pop(p, {}), WHERE) for p, name in moved.items()}
         for group in optimizer.param_groups:
-            _move_group(group, {p: state.store.parameters.get(name, []) for p, name in moved.items()})
+            _move_group(group, {p: state.store.parameters.get(name) for p, name in moved.items()})
         for p, name in moved.items():
-            if optimizer.state.pop(p, None):
-                optimizer.state.update(zip(state.store.parameters.get(name, ()), states[p], strict=True))
+            if states[p] and name in state.store.parameters:
+                optimizer.state[state.store.parameters[name]] = states[p]
 
 
-def _move_group(group: dict[str, Any], shards: dict[nn.Parameter, list[nn.Parameter]]) -> None:
-    """Replace the parameters by their shards, in the same list: some optimizers share it."""
-    params, names = [], []
-    for i, p in enumerate(group["params"]):
-        there = shards.get(p, [p])
-        params += there
-        own = group["param_names"][i] if "param_names" in group else ""
-        names += [own if len(there) == 1 else f"{own}.{number}" for number in range(len(there))]
-    group["params"][:] = params
+def _move_group(group: dict[str, Any], stored: Mapping[nn.Parameter, nn.Parameter | None]) -> None:
+    """Replace the parameters by the stored ones, in the same list: some optimizers share it."""
+    places = [i for i, p in enumerate(group["params"]) if stored.get(p, p) is not None]
     if "param_names" in group:
-        group["param_names"][:] = names
+        group["param_names"][:] = [group["param_names"][i] for i in places]
+    group["params"][:] = [stored.get(p, p) for p in (group["params"][i] for i in places)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from shardfx.ir.errors import Error
 from shardfx.module.call_signature import CallReader, check_modes
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
-from shardfx.module.module_tree import ProxyTree, watch
+from shardfx.module.module_tree import ProxyTree
 from shardfx.module.optimizer_hooks import watch_norms
-from shardfx.module.optimizer_states import LOADED, SAVED, Walk, by_name, by_number, carry_over, joined, sharding
+from shardfx.module.optimizer_states import LOADED, SAVED, by_name, by_number, carry_over, joined, sharding
 from shardfx.module.planned_module import PlannedModule
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.module.programs import Programs
@@ -81,7 +81,8 @@ class ParallelModule(PlannedModule):
 
     def _register(self) -> None:
         self._tree.register(self._state)
-        watch_norms(self._store, self._norm)
+        if self._store.rank is not None:
+            watch_norms(self._store, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         return Programs(compiled, self._target, self._store, self._compiling)
@@ -92,9 +93,8 @@ class ParallelModule(PlannedModule):
         memo.update({id(grad): grad.clone() for grad in grads})  # torch itself copies no DTensor of a part of a bucket
         with quiet_copies():
             made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        watch(made._state)
         made._peers.holds(made._state.store)
-        watch_norms(made._store, made._norm)
+        made._register()
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> ParallelModule:
@@ -111,6 +111,7 @@ class ParallelModule(PlannedModule):
             if self._compiling is not None:
                 self._compiling.check(self._compiled, place.device, place.virtual)
             self._target = place
+            self._tree.unlock()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
             self._state.store.to(place.device)
@@ -162,7 +163,6 @@ class ParallelModule(PlannedModule):
             self._state.check_complete()
             if self._source_check is not None:
                 self._source_check.check()
-            self._tree.check()
             update = self._compiled.captured.update
             if optimizer is not None:
                 optimizer.begin()
@@ -192,7 +192,7 @@ class ParallelModule(PlannedModule):
         """
         return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
 
-    def _norm(self, grads: Mapping[str, Sequence[torch.Tensor]], kind: float) -> torch.Tensor:
+    def _norm(self, grads: Mapping[str, torch.Tensor], kind: float) -> torch.Tensor:
         """The global norm of gradients, from each rank's own."""
         with self._together("the norm of gradients"):
             return self._store.norm(grads, kind)
@@ -313,7 +313,7 @@ class ParallelModule(PlannedModule):
         with self._together("full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, SAVED):
                 return by_number(own.full_state_dict())
-            return joined(self._state, self._walk, optimizer)
+            return joined(self._state, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load full states into such an optimizer, each rank its shards: those of :meth:`full_optimizer_state_dict`
@@ -326,11 +326,7 @@ class ParallelModule(PlannedModule):
             if own := self._in_program(optimizer, LOADED):
                 own.load_full_state_dict(by_name([group["params"] for group in own.named_groups()], state_dict))
                 return
-            optimizer.load_state_dict(sharding(self._state, self._walk, optimizer, state_dict))
-
-    @property
-    def _walk(self) -> Walk:
-        return self._tree.names, tuple(self.parameters())
+            optimizer.load_state_dict(sharding(self._state, optimizer, state_dict))
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

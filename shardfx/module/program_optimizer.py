@@ -46,8 +46,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self.model_state, self.update = state, update
         groups = []
         for group in update.groups:
-            shards = [shard for name in group.names for shard in state.store.parameters.get(name, ())]
-            groups.append({"params": shards, **group.options})
+            here = [state.store.parameters[name] for name in group.names if name in state.store.parameters]
+            groups.append({"params": here, **group.options})
         self._members = [list(group["params"]) for group in groups]
         super().__init__(groups, {})
         self.state = MappingProxyType({})  # type: ignore[assignment]  # states are stored by name
@@ -239,8 +239,8 @@ class ProgramOptimizer(torch.optim.Optimizer):
             group.update(new)
 
     def _placed(self) -> dict[str, str]:
-        stamps = self.model_state.store.stamps()
-        return {name: str(stamps[name]) for name in self.model_state.store.states}
+        store = self.model_state.store
+        return {name: store.placed(name) for name in store.states}
 
 
 def _other_groups(where: str, got: str) -> Error:

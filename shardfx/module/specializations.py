@@ -32,13 +32,12 @@ from shardfx.ir.capture.frontend.model_preparation import attributes_of, reject_
 from shardfx.ir.capture.frontend.traced_program import without_loss
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
-from shardfx.ir.spec import Spec, TensorType
+from shardfx.ir.spec import Spec, TensorType, dim_order_of, strides_of
 from shardfx.ir.text import print_graph
 from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.module.call_signature import (
     TARGETS,
     CallSignature,
-    InputQueries,
     ModuleCall,
     autocast_around,
     first_signature,
@@ -51,6 +50,7 @@ from shardfx.module.call_signature import (
 )
 from shardfx.module.grad_delivery import (
     ForwardSnapshot,
+    Wanted,
     attach,
     check_step,
     leaves,
@@ -58,7 +58,7 @@ from shardfx.module.grad_delivery import (
     refuse,
     reject_part,
     reject_without_loss,
-    tensors_with_grad,
+    trained,
     vjp_call,
 )
 from shardfx.module.grad_delivery import gradients as gradients_of
@@ -102,7 +102,7 @@ def _examples(form: CallSignature, call: ModuleCall, real: bool) -> Any:
         Error: they are to be real, and are only a rank's part of them.
     """
     leaves, tree = pytree.tree_flatten((call.args, dict(call.kwargs), call.targets))
-    made, examples = [], form.asked.examples()
+    made = []
     for name, leaf in zip(call.leaves, leaves, strict=True):
         type = form.inputs[name]
         if isinstance(type, TensorType):
@@ -114,7 +114,9 @@ def _examples(form: CallSignature, call: ModuleCall, real: bool) -> Any:
                     got=f"this rank's part, of shape {tuple(leaf.shape)}",
                     remedy="call pm once with the global batch in this form",
                 )
-            leaf = examples.make(name, type, leaf if real else None, name in form.trainable)
+            strides = strides_of(type.shape, dim_order_of(leaf))
+            empty = torch.empty_strided(type.shape, strides, dtype=type.dtype, device="meta")
+            leaf = (leaf.detach() if real else empty).requires_grad_(name in form.trainable)
         made.append(leaf)
     return pytree.tree_unflatten(made, tree)
 
@@ -174,7 +176,6 @@ def _text(inp: Input, graph: Graph) -> str:
 Fill = Callable[[nn.Module], nn.Module]
 """Gives a module without weights those that it has at the moment."""
 Make = Callable[[Compiled], Programs]
-Wanted = Mapping[str, list[torch.Tensor]]
 CallContext = tuple[Peers, Make, Probe | None, bool]
 """The other ranks, the maker of programs, a probe, and whether the batch is local."""
 Compute = Callable[[Mapping[str, torch.Tensor]], tuple[torch.Tensor | None, list[torch.Tensor] | None]]
@@ -257,14 +258,15 @@ class Specializations:
         if with_results:
             reject_without_loss(trains)
             kinds |= BESIDE
-        wanted = tensors_with_grad(first.step.store, call) if torch.is_grad_enabled() and not steps else {}
-        gradients = frozenset(wanted) if learns else frozenset[str]()
+        parameters = trained(first.step.store)
+        every = {**parameters, **{name: each for name, each in call.tensors.items() if each.requires_grad}}
+        wanted = every if torch.is_grad_enabled() and not steps else {}
+        gradients = frozenset(parameters if steps else wanted if learns else ())
         if steps:
-            gradients = frozenset(tensors_with_grad(first.step.store))
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
         inputs = inputs_of(call, first.step)
         form = CallSignature(self._training, inputs, gradients, autocast_around(), hooks=global_hooks())
-        form = self._in_state(form, call, frozenset(tensors_with_grad(first.step.store, call)))
+        form = self._in_state(form, call, every)
         form = replace(form, state=joined) if joined else form
 
         def words() -> dict[str, str]:
@@ -398,13 +400,12 @@ class Specializations:
         targets = call.targets if call.has_targets else hints.targets
         return traced_call(self.source.module, hints, call.args, call.kwargs, targets)
 
-    def _in_state(self, form: CallSignature, call: ModuleCall, trainable: frozenset[str]) -> CallSignature:
+    def _in_state(self, form: CallSignature, call: ModuleCall, trainable: Wanted) -> CallSignature:
         """The signature, with what the code asks of the tensors, and the number of the specialization whose guards
         hold, or of a new one, and why."""
-        types = form.inputs
         failed = tuple[str, ...]()
         for known, programs in reversed(self.known):  # the newest first, which other ranks may have joined
-            form = replace(form, asked=_asks(programs.compiled).of_call(call.tensors, types, lambda: trainable))
+            form = replace(form, asks=frozenset(trainable) if _asks(programs.compiled) else frozenset())
             trace = programs.compiled.captured.trace
             if trace is None and not self.traces:
                 return self._by_attributes(form)
@@ -524,10 +525,10 @@ class Specializations:
         return made
 
 
-def _asks(compiled: Compiled) -> InputQueries:
-    """The queries of the code about tensors beside their types."""
+def _asks(compiled: Compiled) -> bool:
+    """Whether the code asks which tensors require a gradient, as far as that is known."""
     trace = compiled.captured.trace
-    return InputQueries.of(trace.code_names if trace is not None else None)
+    return trace is None or trace.asks_for_gradients
 
 
 def _pulled(programs: Programs) -> list[Output]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,7 +107,7 @@ class SourceModelWatch:
 
 
 def _shards(store: Store) -> Iterator[torch.Tensor]:
-    return (shard for shards in store.parameters.values() for shard in shards)
+    return iter(store.parameters.values())
 
 
 def _version_of(parameters: Iterable[torch.Tensor]) -> int:
@@ -165,7 +165,6 @@ class SourceWeightsCheck:
         self._model: Callable[[], nn.Module | None] = weakref.ref(model)
         self._state, self._watch = state, watch
         self._trainings = watch.trainings
-        self._trained = [p.requires_grad for p in model.parameters()]
         self._buffers = {name for name, _ in model.named_buffers()}  # calls may add others
         self._note(model)
 
@@ -175,34 +174,41 @@ class SourceWeightsCheck:
         return made
 
     def _note(self, model: nn.Module) -> None:
-        self._known, self._written = _content(model, self._buffers), _version_of(_shards(self._state.store))
+        parameters = [*model.parameters()]
+        buffers = [each for name, each in model.named_buffers() if name in self._buffers]
+        self._parameters = [*map(weakref.ref, parameters)]
+        self._plain = [weakref.ref(each) for each in (*parameters, *buffers) if _is_plain(each)]
+        self._trained, self._known = [p.requires_grad for p in parameters], _content(self._plain)
+        self._written = _version_of(_shards(self._state.store))
 
     def check(self) -> None:
-        """Raise if the weights have changed, and are not those of the parallel module.
+        """Raise if the weights have changed, and are not those of the parallel module. What was frozen or unfrozen is
+        so in the parallel module, too; a model of which all is frozen is a teacher.
 
         Raises:
-            Error: naming the first one; or a parameter that was frozen, or given a hook.
+            Error: naming the first one.
         """
         model = self._model()
         if model is None or self._watch.trainings != self._trainings:
             return
-        parameters = [*model.parameters()]
-        trained = [p.requires_grad for p in parameters]
-        if trained != self._trained and any(trained):  # with none it is a teacher
-            self._check_trained(model)
-        self._trained = trained
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
-            raise Error(
-                "a hook on a parameter of the model would never be called",
-                where="pm(...)",
-                expected="hooks on parameters of pm, which are other tensors",
-                got="one that was registered on the model after parallelize",
-                remedy="register it on the parameters of pm, and remove this one",
-            )
-        if _content(model, self._buffers) != self._known:
+        trained = [p is not None and p.requires_grad for p in (each() for each in self._parameters)]
+        if trained != self._trained and any(trained):
+            self._freeze(model)
+            self._trained = trained
+        if _content(self._plain) != self._known:
             if (other := next(self._others(model), None)) is not None:
                 self._report(other)
             self._note(model)
+
+    def _freeze(self, model: nn.Module) -> None:
+        """Freeze and unfreeze the parallel module's parameters as the model's are."""
+        store = self._state.store
+        for name, parameter in model.named_parameters():
+            known = self._state.aliases.get(name, name)
+            if known in store.parameters:
+                store.parameters[known].requires_grad_(parameter.requires_grad)
+            elif (known in store.trained_elsewhere) != parameter.requires_grad:
+                store.trained_elsewhere ^= {known}
 
     def _report(self, other: str) -> None:
         if _version_of(_shards(self._state.store)) == self._written:
@@ -223,6 +229,7 @@ class SourceWeightsCheck:
     def _others(self, model: nn.Module) -> Iterator[str]:
         """The names of weights that differ from the parallel module's."""
         state, store, graph = self._state, self._state.store, self._state.compiled.after
+        store.refresh()
         full = {
             state.aliases.get(name, name): (name, tensor.detach())
             for name, tensor in stored(model).items()
@@ -240,36 +247,18 @@ class SourceWeightsCheck:
                     yield name
                     break
 
-    def _check_trained(self, model: nn.Module) -> None:
-        """Raise where some parameters were frozen or unfrozen, but not those of the parallel module."""
-        state = self._state
-        for name, p in model.named_parameters():
-            shards = state.store.parameters.get(state.aliases.get(name, name), ())
-            if any(shard.requires_grad != p.requires_grad for shard in shards):
-                did = "trainable" if p.requires_grad else "frozen"
-                raise Error(
-                    f"{name!r} of the model was made {did} after parallelize, and the parallel module's is not",
-                    where="pm(...)",
-                    expected="requires_grad as it was, or of the parameters of pm as well",
-                    got=f"requires_grad={p.requires_grad} of the model, {not p.requires_grad} of pm",
-                    remedy="say it of pm: pm.get_submodule(path).requires_grad_(...); a model that is to go its own "
-                    "way is a copy: parallelize(copy.deepcopy(model), mesh, hints)",
-                )
-
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors are equal, NaN where NaN is."""
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def _content(model: nn.Module, buffers: Collection[str]) -> list[object]:
-    """A fingerprint of a model's parameters and these buffers: which there are, versions, addresses, and two elements,
-    as writes by ``p.data`` count nowhere."""
-    tensors = [*model.parameters(), *(each for name, each in model.named_buffers() if name in buffers)]
-    plain = [each for each in tensors if _is_plain(each)]
-    found: list[object] = [*map(id, tensors), *(each._version for each in plain), *map(torch.Tensor.data_ptr, plain)]
-    some = [each for each in (*plain[:1], *plain[-1:]) if each.numel() and each.device.type == "cpu"]
-    return found + [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
+def _content(tensors: Iterable[weakref.ref[torch.Tensor]]) -> list[object]:
+    """A fingerprint of tensors: versions, addresses, and two elements, as writes by ``p.data`` count nowhere."""
+    here = [tensor for ref in tensors if (tensor := ref()) is not None]
+    some = [each for each in (*here[:1], *here[-1:]) if each.numel() and each.device.type == "cpu"]
+    values = [str(each.detach()[tuple(n // 2 for n in each.shape)].item()) for each in some]
+    return [[each._version for each in here], [each.data_ptr() for each in here], *values]
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

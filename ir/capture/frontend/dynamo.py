@@ -12,9 +12,7 @@ are the parts of torch's ahead-of-time compilation (2.11 to 2.15).
 from __future__ import annotations
 
 import builtins
-import dis
 import logging
-import os
 import re
 import sys
 import threading
@@ -82,7 +80,7 @@ class DynamoTrace:
     that are no weights and no inputs, and numbers that are inputs of the graph. ``tree`` and ``leaves`` are the model's
     results as a pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``code``
     is what Dynamo generated around the graph. ``weights`` are outputs that are weights;
-    ``one``: a tensor that was passed twice was traced as one. ``methods`` are those of the modules' classes, which
+    ``methods`` are those of the modules' classes, which
     are not guarded, ``scopes`` the globals that the code names, and ``guarded_numbers`` the guards of numbers.
     """
 
@@ -102,7 +100,6 @@ class DynamoTrace:
     guards: Any
     code: GeneratedCode
     weights: frozenset[int]
-    one: bool
     methods: tuple[tuple[type, str, Any], ...]
     scopes: Scopes
     guarded_numbers: tuple[str, ...]
@@ -115,8 +112,12 @@ class DynamoTrace:
             return bool(self.guards.check(call._asdict()))
 
     def _mode(self) -> AbstractContextManager[Any]:
-        asks = not ASKS_FOR_GRADIENTS.isdisjoint(self.code_names)
-        return nullcontext() if asks else torch.set_grad_enabled(self.gradients)
+        return nullcontext() if self.asks_for_gradients else torch.set_grad_enabled(self.gradients)
+
+    @property
+    def asks_for_gradients(self) -> bool:
+        """Whether the code asks for the grad mode, or which tensors require a gradient."""
+        return not ASKS_FOR_GRADIENTS.isdisjoint(self.code_names)
 
     def reasons(self, call: TracedCall) -> tuple[str, ...]:
         """The first guard that does not hold for a call, in Dynamo's words, then all others of numbers; none where all
@@ -228,28 +229,11 @@ def trace_call(
         Error: the code cannot be traced as one graph.
     """
     compute = compute or MixedPrecision()
-    made = _traced(call, changing, compute, trainable, loss_name, known, one=False)
-    tensors = [each for each in pytree.tree_leaves(call[2:4]) if isinstance(each, Tensor)]
-    if len({*map(id, tensors)}) < len(tensors) and WHICH in made.code_names:
-        return _traced(call, changing, compute, trainable, loss_name, known, one=True)
-    return made
-
-
-def _traced(
-    call: TracedCall,
-    changing: Collection[str],
-    compute: MixedPrecision,
-    trainable: Collection[str] | None,
-    loss_name: str,
-    known: Collection[str] | None,
-    one: bool,
-) -> DynamoTrace:
-    """``one``: a tensor that the model is passed in several places is one."""
     model, loss = call.model, call.loss
     _reject_bounded(model)
     fakes = FakeWeights(model, loss, loss_name, compute, trainable, known)
-    args, kwargs = fakes.inputs((call.args, call.kwargs), compute.dtype, one)
-    fake_call = call._replace(args=args, kwargs=kwargs, targets=fakes.inputs(call.targets, None, False))
+    args, kwargs = fakes.inputs((call.args, call.kwargs), compute.dtype)
+    fake_call = call._replace(args=args, kwargs=kwargs, targets=fakes.inputs(call.targets, None))
     as_they_are = compute.kept(model) if compute.dtype is not None else []
     with fakes.installed(model, loss), fakes.numbers(fake_call, changing), _tracing(changing), ExitStack() as stack:
         for module in as_they_are:
@@ -302,7 +286,6 @@ def _traced(
         guards,
         code,
         weights,
-        one,
         methods,
         scopes,
         guarded_numbers,
@@ -411,23 +394,9 @@ class _OutputNumbers:
         return len(outputs)
 
 
-WHICH = "is"
-"""Among the names of code: it compares identities of values."""
-
-
-def _names_in(code: CodeType) -> Iterator[str]:
-    """The names in code, and :data:`WHICH` where it compares values (``a is b``, ``a in (b, c)``), not constants."""
-    if code.co_filename.startswith(OWN):
-        return
-    yield from code.co_names
-    if not is_user_file(code.co_filename) and f"{os.sep}nn{os.sep}" not in code.co_filename:
-        return
-    before = ""
-    for each in dis.get_instructions(code):
-        is_op = each.opname == "IS_OP" and before not in ("LOAD_CONST", "LOAD_GLOBAL")
-        if is_op or (each.opname == "CONTAINS_OP" and before in ("BUILD_LIST", "BUILD_TUPLE", "BUILD_SET")):
-            yield WHICH
-        before = each.opname
+def _names_in(code: CodeType) -> Sequence[str]:
+    """The names in code."""
+    return () if code.co_filename.startswith(OWN) else code.co_names
 
 
 @contextmanager
@@ -477,7 +446,7 @@ class FakeWeights:
         """The numbers that fakes stand for."""
         self.names: dict[int, str] = {}
         """The first name of each fake weight."""
-        self.inputs_by_id: dict[int, Tensor] = {}
+        self._inputs: list[Tensor] = []
         kept = compute.kept_parameters(model) if compute else ()
         weights = stored(model)
         if isinstance(loss, nn.Module):
@@ -499,22 +468,19 @@ class FakeWeights:
         with torch.no_grad(), self.mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
 
-    def inputs(self, tree: Any, dtype: torch.dtype | None, one: bool) -> Any:
-        """Inputs with fakes in place of tensors, floating ones in a ``dtype``; with ``one``, one for each tensor, else
-        one for each place."""
+    def inputs(self, tree: Any, dtype: torch.dtype | None) -> Any:
+        """Inputs with fakes in place of tensors, floating ones in a ``dtype``: one for each place."""
 
         def fake(tensor: Tensor) -> Tensor:
-            if one and id(tensor) in self.inputs_by_id:
-                return self.inputs_by_id[id(tensor)]
-            made = self._fake(tensor, dtype).requires_grad_(tensor.requires_grad)
-            return self.inputs_by_id.setdefault(id(tensor) if one else id(made), made)
+            self._inputs.append(self._fake(tensor, dtype).requires_grad_(tensor.requires_grad))
+            return self._inputs[-1]
 
         return pytree.tree_map_only(Tensor, fake, tree)
 
     @property
     def ids(self) -> set[int]:
         """The ids of the fakes."""
-        return {*self.names, *map(id, self.inputs_by_id.values())}
+        return {*self.names, *map(id, self._inputs)}
 
     @contextmanager
     def installed(self, model: nn.Module, loss: object) -> Iterator[None]:
