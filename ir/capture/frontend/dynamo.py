@@ -301,10 +301,11 @@ def _scopes(out: Any, names: Collection[str]) -> Scopes:
 
 
 def _methods(model: nn.Module, codes: Collection[CodeType]) -> tuple[tuple[type, str, Any], ...]:
-    """The traced methods of the classes of modules, which are not guarded."""
+    """The traced methods of the classes of modules, which are not guarded (``torch.compile`` replaces
+    ``Module.__init__``)."""
     traced = {*codes}
     kinds = {base: None for module in model.modules() for base in type(module).__mro__ if base is not object}
-    every = ((kind, name, value) for kind in kinds for name, value in vars(kind).items())
+    every = ((kind, name, value) for kind in kinds for name, value in vars(kind).items() if not name.startswith("__"))
     return tuple(each for each in every if getattr(each[2], "__code__", None) in traced)
 
 
