@@ -5,7 +5,8 @@
 The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
 ``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. Dropout
-with probability ``p`` draws by seed, number, and where in the global ``[b, h, s, t]`` a rank's ``box`` stands.
+with probability ``p`` draws by seed, number, and where in the global ``[b, h, s, t]`` a rank's ``box`` stands, which
+also says what its queries see where they are causal.
 
 Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
 logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's own choice
@@ -27,6 +28,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from .computing.library import LIBRARY, Ints, define, places
+from .context import backward_from, forward_from, seen_mask
 from .dropout import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
@@ -131,6 +133,11 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, b
     for dim, place in enumerate(rows):
         state = mix_(state + place.view(-1, *[1] * (2 - dim)) * GOLDEN)
     return kept(state[..., None], hashes, p)
+
+
+def _seen(q: Tensor, k: Tensor, mask: Given, box: Ints) -> Tensor:
+    """The mask by which a rank's queries see keys causally."""
+    return seen_mask(*[*_places((*q.shape[:3], k.shape[2]), box, q.device)][2:], mask)
 
 
 def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
@@ -304,8 +311,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
     """Attention, and the logsumexp of each query's scores."""
     causal, scale, p, *draw = _with_defaults(how, False, None, 0.0)
     q, k, v = _dense(q, k, v)
-    kernel, keep = _kernel(q, k, v, mask, causal, p), drawn(q, k, p, *draw)
-    return _forward_by(kernel, q, k, v, mask, causal, scale, keep, p)
+    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else ()
+    if len(box) == 4 and mask is None and keep is None:
+
+        def forward(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+            return _forward_by(_kernel(q, k, v, None, causal, 0.0), q, k, v, None, causal, scale, None, 0.0)
+
+        return forward_from(box[2], q.shape[2], k, v, forward)
+    mask, causal = (_seen(q, k, mask, box), False) if box else (mask, causal)
+    return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, keep, p)
 
 
 @define(
@@ -319,7 +333,16 @@ def attention_backward(
     """The gradients of q, k, v and (if asked for) of the mask."""
     causal, scale, of_mask, p, *draw = _with_defaults(how, False, None, False, 0.0)
     grad, q, k, v, out = _dense(grad, q, k, v, out)
-    kernel, keep = "" if of_mask else _kernel(q, k, v, mask, causal, p), drawn(q, k, p, *draw)
+    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else ()
+    if len(box) == 4 and mask is None and keep is None:
+
+        def backward(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
+            kernel = _kernel(q, k, v, None, causal, 0.0)
+            return _backward_by(kernel, grad, (q, k, v), out, logsumexp, None, causal, scale, False, None, 0.0)
+
+        return backward_from(box[2], q.shape[2], k, v, backward)
+    mask, causal = (_seen(q, k, mask, box), False) if box else (mask, causal)
+    kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
     return _backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p)
 
 

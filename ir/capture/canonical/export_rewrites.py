@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import no_python_dispatcher
 
+from shardfx.ir.context.attention_masks import simplify_attention
 from shardfx.ir.ops.computing.tiles import circular
 from shardfx.ir.ops.fused_attention import attention
 from shardfx.ir.ops.traits import with_defaults
@@ -182,6 +183,7 @@ FACTORS = (
 
 def rewrite_exported(exported: torch.fx.GraphModule, parts: BatchParts) -> None:
     """Rewrite an exported program, and the graphs that its higher-order ops call."""
+    simplify_attention(exported.graph)
     _sink_casts(exported.graph)
     for module in exported.modules():
         if isinstance(module, torch.fx.GraphModule):

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 def forward(node: Node) -> Template:
-    """The forward: keys are replicated; queries may be sharded, unless the mask is causal."""
+    """The forward: keys are replicated; queries may be sharded."""
     return _form(node, "Q, b h t! e!, b h t! v!, M, -> O, L", "2>0")
 
 
@@ -35,7 +35,8 @@ def _form(node: Node, form: str, linear: str) -> Template:
     """The template, without the last operand for an op without a seed. With dropout, a rank draws a box of the full
     mask, which the query heads that share a key head do not form."""
     heads = "(h r)" if draw_slot(node) is None else "(h r!)"
-    tensors = {"Q": f"b {heads} s!causal e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
+    own = "" if has_argument(node.op, "box") else "!is_causal"
+    tensors = {"Q": f"b {heads} s{own} e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
     for letter, dims in tensors.items():
         form = form.replace(letter, dims)
     if not has_argument(node.op, "seed"):
@@ -44,16 +45,20 @@ def _form(node: Node, form: str, linear: str) -> Template:
 
 
 def attention_local(emit: Emit) -> Any:
-    """Attention with dropout drawn by the position of this rank's queries and keys in the global ``[b, h, s, t]``."""
-    slot, args = draw_slot(emit.node), list(emit.args)
-    if slot is not None:
-        q = emit.node.operands.index(argument(emit.node, "q"))
-        k = emit.node.operands.index(argument(emit.node, "k"))
+    """Attention by the position of this rank's queries and keys in the global ``[b, h, s, t]``, by which dropout is
+    drawn and causal masks are cut."""
+    slot, args, kwargs = draw_slot(emit.node), list(emit.args), emit.kwargs
+    q, k = (emit.node.operands.index(argument(emit.node, name)) for name in ("q", "k"))
+    if slot is not None or (argument(emit.node, "causal") and not emit.operand_shard(q, 2).is_full):
         shards = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
         plain = all(len(each.ranges) == 1 for each in shards)
         of_each = [[each.first] if plain else [len(each.ranges), *each.numbers] for each in shards]
-        args[slot + 1 :] = [[number for numbers in of_each for number in numbers]]
-    return emit.call(emit.node.op, *args, **emit.kwargs)
+        box = [number for numbers in of_each for number in numbers]
+        if slot is not None:
+            args[slot + 1 :] = [box]
+        else:
+            kwargs = {**kwargs, "box": box}
+    return emit.call(emit.node.op, *args, **kwargs)
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -1,0 +1,1 @@
+"""Attention as the model means it, and its sharding along the sequence."""

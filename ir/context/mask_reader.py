@@ -1,0 +1,383 @@
+"""Masks as index predicates, read from a graph without computing an element of them.
+
+An integer is an affine function of its index, and a mask chooses one of two numbers by a conjunction of conditions::
+
+    rows = arange(t)[:, None]                         index[0]
+    seen = arange(t)[None, :] <= rows                 index[1] - index[0] <= 0
+    seen & (ids[:, None] == ids[None, :])             the same, where ids are the same number everywhere
+
+What is not such a function is None. Conditions that hold for every index of a shape are left out by range analysis, so
+the time does not depend on the length of a sequence.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """``start + sum(steps[d] * index[d])`` for each element."""
+
+    start: Any
+    steps: tuple[int, ...]
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements are the same."""
+        return not any(self.steps)
+
+    def plus(self, other: Affine, times: int = 1) -> Affine:
+        """The sum with a multiple of another one, aligned at the last dim."""
+        dims = max(len(self.steps), len(other.steps))
+        mine, theirs = ((0,) * (dims - len(each.steps)) + each.steps for each in (self, other))
+        return Affine(self.start + times * other.start, tuple(a + times * b for a, b in zip(mine, theirs, strict=True)))
+
+    def negative(self) -> Affine:
+        """The negated numbers."""
+        return Affine(-self.start, tuple(-step for step in self.steps))
+
+    def bounds(self, shape: Shape) -> tuple[Any, Any]:
+        """The least and the greatest element."""
+        ends = [step * (size - 1) for step, size in zip(self.steps, shape, strict=True)]
+        return self.start + sum(min(end, 0) for end in ends), self.start + sum(max(end, 0) for end in ends)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``seen`` where each of the ``conditions`` is at most 0, and ``unseen`` elsewhere."""
+
+    conditions: frozenset[Affine]
+    seen: Any = True
+    unseen: Any = False
+
+
+Value = Affine | Choice
+
+
+def constant(number: Any, shape: Shape) -> Affine:
+    """The same number everywhere."""
+    return Affine(number, (0,) * len(shape))
+
+
+def simplified(value: Value, shape: Shape) -> Value:
+    """A value without what its shape decides: steps along dims of one element, conditions that always hold."""
+    if isinstance(value, Affine):
+        steps = (0,) * (len(shape) - len(value.steps)) + value.steps
+        return Affine(value.start, tuple(0 if size == 1 else step for step, size in zip(steps, shape, strict=True)))
+    found = [simplified(each, shape) for each in value.conditions]
+    bounds = {each: each.bounds(shape) for each in found if isinstance(each, Affine)}
+    if any(least > 0 for least, _ in bounds.values()):
+        return constant(value.unseen, shape)
+    left = frozenset(each for each, (_, greatest) in bounds.items() if greatest > 0)
+    return Choice(left, value.seen, value.unseen) if left else constant(value.seen, shape)
+
+
+def true_where(value: Value) -> frozenset[Affine] | None:
+    """The conditions under which a value is true; None where it is no conjunction."""
+    if isinstance(value, Affine):
+        if not value.is_constant:
+            return None
+        return frozenset() if value.start else frozenset([Affine(1, value.steps)])
+    if bool(value.seen) == bool(value.unseen):
+        return frozenset() if value.seen else None
+    if value.seen:
+        return value.conditions
+    if len(value.conditions) != 1:
+        return None
+    (condition,) = value.conditions
+    return frozenset([Affine(1, (0,) * len(condition.steps)).plus(condition, -1)])
+
+
+# ---- ops ----------------------------------------------------------------------------------------------------------
+
+
+def _range(shape: Shape, *bounds: Any, **_: Any) -> Value | None:
+    start, step = (0 if len(bounds) < 2 else bounds[0]), (bounds[2] if len(bounds) > 2 else 1)
+    return Affine(start, (step,)) if all(isinstance(each, int) for each in (start, step)) else None
+
+
+def _filled(number: int) -> Callable[..., Value]:
+    return lambda shape, *_, dtype=None, **__: constant(bool(number) if dtype is torch.bool else number, shape)
+
+
+def _full(shape: Shape, _: Any, number: Any, **__: Any) -> Value | None:
+    return constant(number, shape) if isinstance(number, (bool, int, float)) else None
+
+
+def _add(sign: int) -> Callable[..., Value | None]:
+    def add(shape: Shape, a: Any, b: Any, alpha: int = 1) -> Value | None:
+        if isinstance(b, (int, float)):
+            b = constant(b, ())
+        both = isinstance(a, Affine) and isinstance(b, Affine) and isinstance(alpha, int)
+        return a.plus(b, sign * alpha) if both else None
+
+    return add
+
+
+def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]:
+    """A comparison of two affine numbers, or of a choice and a number."""
+
+    def compared(shape: Shape, a: Any, b: Any) -> Value | None:
+        if isinstance(b, Affine) and b.is_constant and isinstance(a, Choice):
+            b = b.start
+        if isinstance(a, Choice) and isinstance(b, (bool, int, float)):
+            return Choice(a.conditions, compare(a.seen, b), compare(a.unseen, b))
+        b = constant(b, ()) if isinstance(b, (int, float)) else b
+        if not isinstance(a, Affine) or not isinstance(b, Affine):
+            return None
+        if a.is_constant and b.is_constant:
+            return constant(compare(a.start, b.start), shape)
+        if not all(isinstance(each.start, int) for each in (a, b)):
+            return None
+        apart, one = a.plus(b, -1), constant(1, ())
+        if compare is operator.ne:
+            same = simplified(Choice(frozenset([apart, apart.negative()])), shape)
+            return constant(not same.start, shape) if isinstance(same, Affine) else None
+        conditions = {
+            operator.le: [apart],
+            operator.lt: [apart.plus(one)],
+            operator.ge: [apart.negative()],
+            operator.gt: [apart.negative().plus(one)],
+            operator.eq: [apart, apart.negative()],
+        }[compare]
+        return Choice(frozenset(conditions))
+
+    return compared
+
+
+def _and(shape: Shape, a: Value, b: Value) -> Value | None:
+    found = [true_where(each) if isinstance(each, (Affine, Choice)) else None for each in (a, b)]
+    return None if found[0] is None or found[1] is None else Choice(found[0] | found[1])
+
+
+def _not(shape: Shape, a: Value) -> Value | None:
+    if isinstance(a, Affine):
+        return constant(not a.start, shape) if a.is_constant else None
+    return Choice(a.conditions, not a.seen, not a.unseen)
+
+
+def _where(shape: Shape, condition: Value, a: Any, b: Any) -> Value | None:
+    conditions = true_where(condition)
+    if isinstance(condition, Affine) and condition.is_constant:
+        chosen = a if condition.start else b
+        return chosen if isinstance(chosen, (Affine, Choice)) else constant(chosen, shape)
+    numbers = [each.start if isinstance(each, Affine) and each.is_constant else each for each in (a, b)]
+    if conditions is None or not all(isinstance(each, (bool, int, float)) for each in numbers):
+        return None
+    return Choice(conditions, *numbers)
+
+
+def _masked_fill(shape: Shape, x: Value, mask: Value, number: Any) -> Value | None:
+    return _where(shape, mask, number, x)
+
+
+def _triangle(sign: int) -> Callable[..., Value | None]:
+    """``tril`` (sign 1) keeps ``column - row <= diagonal``; ``triu`` the other side."""
+
+    def triangle(shape: Shape, x: Value, diagonal: int = 0) -> Value | None:
+        if not isinstance(x, Affine) or not x.is_constant:
+            return None
+        apart = Affine(-sign * diagonal, (*(0 for _ in shape[:-2]), -sign, sign))
+        return Choice(frozenset([apart]), x.start, type(x.start)(0))
+
+    return triangle
+
+
+def _cast(shape: Shape, x: Value, *to: Any, dtype: torch.dtype | None = None, **_: Any) -> Value | None:
+    dtype = next((each for each in to if isinstance(each, torch.dtype)), dtype)
+    kind = bool if dtype is torch.bool else float if dtype is not None and dtype.is_floating_point else None
+    if kind is None:
+        return x if dtype in (None, torch.int64, torch.int32) else None
+    if isinstance(x, Choice):
+        return Choice(x.conditions, kind(x.seen), kind(x.unseen))
+    return constant(kind(x.start), shape) if x.is_constant else None
+
+
+def _cumulative(shape: Shape, x: Value, dim: int, **_: Any) -> Value | None:
+    if not isinstance(x, Affine) or not x.is_constant:
+        return None
+    number = int(x.start)
+    return Affine(number, tuple(number if d == dim % len(shape) else 0 for d in range(len(shape))))
+
+
+def _joined(parts: Sequence[tuple[Value, Shape]], dim: int) -> Value | None:
+    """Concatenated affine numbers, where each part goes on as the one before."""
+    dim, found, size = dim % len(parts[0][1]), parts[0][0], parts[0][1][dim]
+    for part, shape in parts[1:]:
+        if not isinstance(found, Affine) or not isinstance(part, Affine):
+            return None
+        if size == 1:  # one row has no step
+            step = part.steps[dim] if shape[dim] > 1 else part.start - found.start
+            found = Affine(found.start, tuple(step if d == dim else each for d, each in enumerate(found.steps)))
+        step = found.steps[dim]
+        if Affine(part.start - step * size, found.steps) != Affine(found.start, found.steps) or (
+            shape[dim] > 1 and part.steps != found.steps
+        ):
+            return None
+        size += shape[dim]
+    return found
+
+
+def _looked_up(x: Value, places: Sequence[Value | None]) -> Value | None:
+    """``x[places]``, one for each dim."""
+    if not isinstance(x, Affine) or len(places) != len(x.steps):
+        return None
+    found = constant(x.start, ())
+    for step, place in zip(x.steps, places, strict=True):
+        if not isinstance(place, Affine):
+            return None
+        found = found.plus(place, step)
+    return found
+
+
+OPS: Mapping[str, Callable[..., Value | None]] = {
+    "arange": _range,
+    "ones": _filled(1),
+    "zeros": _filled(0),
+    "new_ones": _filled(1),
+    "new_zeros": _filled(0),
+    "ones_like": _filled(1),
+    "zeros_like": _filled(0),
+    "full": _full,
+    "new_full": lambda shape, _, size, number, **__: _full(shape, size, number),
+    "full_like": _full,
+    "add": _add(1),
+    "sub": _add(-1),
+    "neg": lambda shape, x: x.negative() if isinstance(x, Affine) else None,
+    "le": _compare(operator.le),
+    "lt": _compare(operator.lt),
+    "ge": _compare(operator.ge),
+    "gt": _compare(operator.gt),
+    "eq": _compare(operator.eq),
+    "ne": _compare(operator.ne),
+    "__and__": _and,
+    "bitwise_and": _and,
+    "logical_and": _and,
+    "bitwise_not": _not,
+    "logical_not": _not,
+    "where": _where,
+    "masked_fill": _masked_fill,
+    "masked_fill_": _masked_fill,
+    "tril": _triangle(1),
+    "triu": _triangle(-1),
+    "to": _cast,
+    "_to_copy": _cast,
+    "cumsum": _cumulative,
+}
+"""Ops of numbers, by name: the shape of the result, then the op's arguments."""
+
+
+def _moved(value: Value, move: Callable[[Affine], Affine]) -> Value:
+    """A value whose dims are moved."""
+    if isinstance(value, Affine):
+        return move(value)
+    return Choice(frozenset(map(move, value.conditions)), value.seen, value.unseen)
+
+
+def _with_dims(shape: Shape, given: Shape) -> Callable[[Affine], Affine] | None:
+    """The way from one shape to another that differs in dims of one element alone."""
+    if [n for n in shape if n != 1] != [n for n in given if n != 1]:
+        return None
+
+    def move(value: Affine) -> Affine:
+        steps = iter(step for step, size in zip(value.steps, given, strict=True) if size != 1)
+        return Affine(value.start, tuple(0 if size == 1 else next(steps) for size in shape))
+
+    return move
+
+
+def _view(name: str, shape: Shape, given: Shape, value: Value, *args: Any) -> Value | None:
+    """What an op makes that shows the elements of another value; None: it is no such op."""
+    if name in ("unsqueeze", "squeeze", "view", "reshape", "_unsafe_view"):
+        move = _with_dims(shape, given)
+        return None if move is None else _moved(value, move)
+    if name in ("expand", "clone", "contiguous", "alias", "detach", "lift_fresh_copy"):
+        return value  # aligned at the last dim
+    if name in ("transpose", "permute"):
+        order = [*range(len(shape))]
+        if name == "permute":
+            order = [dim % len(shape) for dim in args[0]]
+        else:
+            a, b = (dim % len(shape) for dim in args)
+            order[a], order[b] = b, a
+        return _moved(value, lambda each: Affine(each.start, tuple(each.steps[dim] for dim in order)))
+    if name == "slice":
+        dim, start, _, step = (*args, *(0, 0, None, 1)[len(args) :])
+        first = min(max((start or 0) + (given[dim] if (start or 0) < 0 else 0), 0), given[dim])
+        return _moved(
+            value,
+            lambda each: Affine(
+                each.start + each.steps[dim] * first,
+                tuple(by * step if d == dim % len(given) else by for d, by in enumerate(each.steps)),
+            ),
+        )
+    if name == "select":
+        dim, at = args[0] % len(given), args[1] % given[args[0]]
+        return _moved(
+            value,
+            lambda each: Affine(each.start + each.steps[dim] * at, each.steps[:dim] + each.steps[dim + 1 :]),
+        )
+    return None
+
+
+class MaskReader:
+    """Reads the values of a graph's nodes; ``known`` are those of placeholders."""
+
+    def __init__(self, graph: fx.Graph, known: Mapping[fx.Node, Value] | None = None) -> None:
+        self.values: dict[fx.Node, Value] = dict(known or {})
+        for node in graph.nodes:
+            if node.op == "call_function" and (shape := _shape(node)) is not None:
+                found = self._read(node, shape)
+                if found is not None:
+                    self.values[node] = simplified(found, shape)
+
+    def _read(self, node: fx.Node, shape: Shape) -> Value | None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            return None
+        name = node.target._schema.name.removeprefix("aten::")
+        if any(each not in self.values for each in node.all_input_nodes):
+            return None
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        if name in OPS:
+            return OPS[name](shape, *args, **kwargs)
+        if name in ("cat", "diff"):
+            return self._rows(name, node, shape, *args)
+        if name == "index":
+            return _looked_up(*args)
+        if name == "gather":
+            own = [Affine(0, tuple(int(d == dim) for d in range(len(shape)))) for dim in range(len(shape))]
+            own[args[1]] = args[2]
+            return _looked_up(args[0], own)
+        first = node.all_input_nodes[:1]
+        given = _shape(first[0]) if first else None
+        return None if given is None else _view(name, shape, given, *args)
+
+    def _rows(self, name: str, node: fx.Node, shape: Shape, *args: Any) -> Value | None:
+        """Of ``cat`` and ``diff`` what is affine."""
+        if name == "cat":
+            shapes = [_shape(each) or () for each in node.all_input_nodes]
+            return _joined([*zip(args[0], shapes, strict=True)], args[1] if len(args) > 1 else 0)
+        x, count, dim, before, behind = (*args, *(None, 1, -1, None, None)[len(args) :])
+        given = [(each, _shape(node)) for each, node in ((before, node.args[3:4]), (x, node.args[:1])) if each]
+        parts = [(each, _shape(of[0]) or ()) for each, of in ((before, node.args[3:4]), (x, node.args[:1])) if each]
+        if count != 1 or behind is not None or not given:
+            return None
+        whole = _joined(parts, dim)
+        return constant(whole.steps[dim], shape) if isinstance(whole, Affine) else None
+
+
+def _shape(node: Any) -> Shape | None:
+    """The shape of what a node gives, where it is one tensor of a static shape."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    static = isinstance(value, torch.Tensor) and all(isinstance(size, int) for size in value.shape)
+    return tuple(value.shape) if static else None  # type: ignore[union-attr]

@@ -1,0 +1,50 @@
+"""Causal attention of a rank's own rows, which see the keys before them and, of their own keys, those up to each.
+
+Without a mask these are two calls of a kernel, whose results are joined by their logsumexps (Ring Attention,
+https://arxiv.org/abs/2310.01889): no tensor has rows times keys elements. Else it is a mask of the keys that are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Forward = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
+"""Attention to keys and values, causal or not: the result and the logsumexp."""
+Backward = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
+"""Its gradients of queries, keys and values, by the result and the logsumexp of all keys."""
+
+
+def forward_from(first: int, rows: int, k: Tensor, v: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
+    """Attention of ``rows`` queries from row ``first`` on to all keys ``[b g t e]``."""
+    own = slice(first, first + rows)
+    out, logsumexp = forward(k[:, :, own], v[:, :, own], True)
+    if not first:
+        return out, logsumexp
+    past, of_past = forward(k[:, :, :first], v[:, :, :first], False)
+    total = torch.logaddexp(logsumexp, of_past)
+    shares = ((each - total).exp()[..., None] for each in (logsumexp, of_past))
+    joined = sum(share * part for share, part in zip(shares, (out, past), strict=True))
+    return torch.empty_like(out).copy_(joined), total  # type: ignore[arg-type]
+
+
+def backward_from(first: int, rows: int, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, ...]:
+    """The gradients of :func:`forward_from`."""
+    own, rest = slice(first, first + rows), k.shape[2] - first - rows
+    grad_q, *grads = backward(k[:, :, own], v[:, :, own], True)[:3]
+    if first:
+        of_past, *past = backward(k[:, :, :first], v[:, :, :first], False)[:3]
+        grad_q = grad_q + of_past
+        grads = [torch.cat(pair, 2) for pair in zip(past, grads, strict=True)]
+    return grad_q, *(F.pad(each, (0, 0, 0, rest)) for each in grads), grad_q.new_empty(0)
+
+
+def seen_mask(rows: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+    """The mask by which queries at ``rows`` see the keys up to theirs, of those that a ``mask`` leaves."""
+    seen = keys <= rows[:, None]
+    if mask is None or mask.dtype == torch.bool:
+        return seen if mask is None else mask & seen
+    return mask.masked_fill(~seen, -torch.inf)
