@@ -11,6 +11,7 @@ Without a dense mask, and with key heads as few as they are, torch's fastest ker
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import fx
 
 from shardfx.ir.ops.traits import with_defaults
 
-from .mask_reader import Affine, MaskReader, Value, true_where
+from .mask_reader import MaskReader, Value, mapped, true_where
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -46,18 +47,18 @@ def simplify_attention(graph: fx.Graph, known: dict[fx.Node, Value] | None = Non
 
 def _is_causal(mask: Value, dtype: torch.dtype) -> bool | None:
     """Whether query ``i`` sees the keys up to ``i``; False: it sees all; None: something else."""
-    if dtype is torch.bool:
-        conditions = true_where(mask)
-    elif isinstance(mask, Affine):
-        conditions = frozenset() if mask.is_constant and mask.start == 0 else None
-    else:
-        conditions = mask.conditions if mask.seen == 0 and mask.unseen <= torch.finfo(dtype).min else None
+    conditions = true_where(mask if dtype is torch.bool else mapped(mask, partial(_is_seen, torch.finfo(dtype).min)))
     if conditions is None:
         return None
     if not conditions:
         return False
     (first, *more) = conditions
     return True if not more and (first.start, *first.steps[-2:]) == (0, -1, 1) and not any(first.steps[:-2]) else None
+
+
+def _is_seen(lowest: float, added: float) -> bool | None:
+    """Whether a key is seen to whose score a number is added; None: in part."""
+    return True if added == 0 else False if added <= lowest else None
 
 
 def _grouped(bound: dict[str, Any]) -> dict[str, Any]:

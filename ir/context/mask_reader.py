@@ -82,11 +82,20 @@ def simplified(value: Value, shape: Shape) -> Value:
     return Choice(left, value.seen, value.unseen) if left else constant(value.seen, shape)
 
 
-def true_where(value: Value) -> frozenset[Affine] | None:
-    """The conditions under which a value is true; None where it is no conjunction."""
+def mapped(value: Value, function: Callable[[Any], Any]) -> Value | None:
+    """A function of each element; None where that is None, or elements are many."""
     if isinstance(value, Affine):
-        if not value.is_constant:
-            return None
+        made = function(value.start) if value.is_constant else None
+        return None if made is None else Affine(made, value.steps)
+    seen, unseen = function(value.seen), function(value.unseen)
+    return None if seen is None or unseen is None else Choice(value.conditions, seen, unseen)
+
+
+def true_where(value: Value | None) -> frozenset[Affine] | None:
+    """The conditions under which a value is true; None where it is no conjunction."""
+    if value is None or (isinstance(value, Affine) and not value.is_constant):
+        return None
+    if isinstance(value, Affine):
         return frozenset() if value.start else frozenset([Affine(1, value.steps)])
     if bool(value.seen) == bool(value.unseen):
         return frozenset() if value.seen else None
@@ -131,7 +140,7 @@ def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]
         if isinstance(b, Affine) and b.is_constant and isinstance(a, Choice):
             b = b.start
         if isinstance(a, Choice) and isinstance(b, (bool, int, float)):
-            return Choice(a.conditions, compare(a.seen, b), compare(a.unseen, b))
+            return mapped(a, lambda number: compare(number, b))
         b = constant(b, ()) if isinstance(b, (int, float)) else b
         if not isinstance(a, Affine) or not isinstance(b, Affine):
             return None
@@ -161,9 +170,7 @@ def _and(shape: Shape, a: Value, b: Value) -> Value | None:
 
 
 def _not(shape: Shape, a: Value) -> Value | None:
-    if isinstance(a, Affine):
-        return constant(not a.start, shape) if a.is_constant else None
-    return Choice(a.conditions, not a.seen, not a.unseen)
+    return mapped(a, operator.not_)
 
 
 def _where(shape: Shape, condition: Value, a: Any, b: Any) -> Value | None:
@@ -198,9 +205,7 @@ def _cast(shape: Shape, x: Value, *to: Any, dtype: torch.dtype | None = None, **
     kind = bool if dtype is torch.bool else float if dtype is not None and dtype.is_floating_point else None
     if kind is None:
         return x if dtype in (None, torch.int64, torch.int32) else None
-    if isinstance(x, Choice):
-        return Choice(x.conditions, kind(x.seen), kind(x.unseen))
-    return constant(kind(x.start), shape) if x.is_constant else None
+    return mapped(x, kind)
 
 
 def _cumulative(shape: Shape, x: Value, dim: int, **_: Any) -> Value | None:
@@ -368,9 +373,8 @@ class MaskReader:
             shapes = [_shape(each) or () for each in node.all_input_nodes]
             return _joined([*zip(args[0], shapes, strict=True)], args[1] if len(args) > 1 else 0)
         x, count, dim, before, behind = (*args, *(None, 1, -1, None, None)[len(args) :])
-        given = [(each, _shape(node)) for each, node in ((before, node.args[3:4]), (x, node.args[:1])) if each]
         parts = [(each, _shape(of[0]) or ()) for each, of in ((before, node.args[3:4]), (x, node.args[:1])) if each]
-        if count != 1 or behind is not None or not given:
+        if count != 1 or behind is not None:
             return None
         whole = _joined(parts, dim)
         return constant(whole.steps[dim], shape) if isinstance(whole, Affine) else None

@@ -6,11 +6,13 @@ https://arxiv.org/abs/2310.01889): no tensor has rows times keys elements. Else 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .computing.library import places
 
 Forward = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
 """Attention to keys and values, causal or not: the result and the logsumexp."""
@@ -42,8 +44,19 @@ def backward_from(first: int, rows: int, k: Tensor, v: Tensor, backward: Backwar
     return grad_q, *(F.pad(each, (0, 0, 0, rest)) for each in grads), grad_q.new_empty(0)
 
 
-def seen_mask(rows: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask by which queries at ``rows`` see the keys up to theirs, of those that a ``mask`` leaves."""
+def box_places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:
+    """Where each dim's elements stand globally. ``box`` has of each dim the first; or, where there are several
+    contiguous ranges, how many sub-dims it has, and of each the size, start and length of the local shard."""
+    if len(box) <= len(shape):
+        box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]
+    rest = iter(box)
+    for size in shape:
+        yield places([next(rest) for _ in range(3 * next(rest))], size, device)
+
+
+def seen_mask(q: Tensor, k: Tensor, mask: Tensor | None, box: Sequence[int]) -> Tensor:
+    """The mask by which a rank's queries see the keys up to theirs, of those that a ``mask`` leaves."""
+    _, _, rows, keys = box_places((*q.shape[:3], k.shape[2]), box, q.device)
     seen = keys <= rows[:, None]
     if mask is None or mask.dtype == torch.bool:
         return seen if mask is None else mask & seen

@@ -19,7 +19,7 @@ its operand. Flash and cuDNN give them so; of other kernels what differs is copi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .computing.library import LIBRARY, Ints, define, places
-from .context import backward_from, forward_from, seen_mask
+from .computing.library import LIBRARY, Ints, define
+from .context import backward_from, box_places, forward_from, seen_mask
 from .dropout import GOLDEN, kept, keyed, mix_
 
 aten = torch.ops.aten
@@ -128,26 +128,11 @@ def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, b
         return None
     state = keyed(seed, number)
     shape = (*q.shape[:3], k.shape[2])
-    *rows, columns = _places(shape, box, q.device)
+    *rows, columns = box_places(shape, box, q.device)
     hashes = mix_(state + columns * GOLDEN)
     for dim, place in enumerate(rows):
         state = mix_(state + place.view(-1, *[1] * (2 - dim)) * GOLDEN)
     return kept(state[..., None], hashes, p)
-
-
-def _seen(q: Tensor, k: Tensor, mask: Given, box: Ints) -> Tensor:
-    """The mask by which a rank's queries see keys causally."""
-    return seen_mask(*[*_places((*q.shape[:3], k.shape[2]), box, q.device)][2:], mask)
-
-
-def _places(shape: Ints, box: Ints, device: torch.device) -> Iterator[Tensor]:
-    """Where each dim's elements stand globally. ``box`` has of each dim the first; or, where there are several
-    contiguous ranges, how many sub-dims it has, and of each the size, start and length of the local shard."""
-    if len(box) <= len(shape):
-        box = [n for first, length in zip(box or [0] * 4, shape, strict=True) for n in (1, length, first, length)]
-    rest = iter(box)
-    for size in shape:
-        yield places([next(rest) for _ in range(3 * next(rest))], size, device)
 
 
 # ---- memory layout ---------------------------------------------------------------------------------------------
@@ -318,7 +303,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
             return _forward_by(_kernel(q, k, v, None, causal, 0.0), q, k, v, None, causal, scale, None, 0.0)
 
         return forward_from(box[2], q.shape[2], k, v, forward)
-    mask, causal = (_seen(q, k, mask, box), False) if box else (mask, causal)
+    mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
     return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, keep, p)
 
 
@@ -341,7 +326,7 @@ def attention_backward(
             return _backward_by(kernel, grad, (q, k, v), out, logsumexp, None, causal, scale, False, None, 0.0)
 
         return backward_from(box[2], q.shape[2], k, v, backward)
-    mask, causal = (_seen(q, k, mask, box), False) if box else (mask, causal)
+    mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
     kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
     return _backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p)
 

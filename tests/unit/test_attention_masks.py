@@ -1,0 +1,140 @@
+"""Masks and repeated heads that are read from a graph as arguments of attention, and those that must not be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from tests.reference import check_step
+
+T, F64 = 6, torch.float64
+LOWEST = torch.finfo(F64).min
+
+
+def rows_and_columns() -> tuple[Tensor, Tensor]:
+    return torch.arange(T)[:, None], torch.arange(T)[None, :]
+
+
+def causal() -> Tensor:
+    rows, columns = rows_and_columns()
+    return columns <= rows
+
+
+def window(width: int) -> Tensor:
+    rows, columns = rows_and_columns()
+    return causal() & (columns > rows - width)
+
+
+def packed(lengths: list[int]) -> Tensor:
+    """Positions that begin anew make another document, as in transformers."""
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    documents = (torch.diff(positions, prepend=positions[:1] - 1) != 1).cumsum(0)
+    return causal() & (documents[:, None] == documents[None, :])
+
+
+MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "compared positions": (causal, "causal"),
+    "in four dims": (lambda: causal()[None, None].expand(2, 1, T, T), "causal"),
+    "tril": (lambda: torch.ones(T, T, dtype=torch.bool).tril(), "causal"),
+    "triu, negated": (lambda: ~torch.ones(T, T, dtype=torch.bool).triu(1), "causal"),
+    "infinite numbers above": (lambda: torch.full((T, T), -torch.inf, dtype=F64).triu(1), "causal"),
+    "lowest numbers above": (lambda: torch.where(causal(), 0.0, LOWEST).to(F64), "causal"),
+    "filled": (lambda: torch.zeros(T, T, dtype=F64).masked_fill(~causal(), -torch.inf), "causal"),
+    "a window of all": (lambda: window(T), "causal"),
+    "one document": (lambda: packed([T]), "causal"),
+    "ones": (lambda: torch.ones(T, T, dtype=torch.bool), "full"),
+    "a window": (lambda: window(T - 1), "dense"),
+    "two documents": (lambda: packed([2, T - 2]), "dense"),
+    "strictly before, and itself by or": (lambda: causal().logical_or(causal().mT), "dense"),
+    "from itself on": (lambda: causal().mT, "dense"),
+    "one more": (lambda: torch.ones(T, T, dtype=torch.bool).tril(1), "dense"),
+    "finite numbers above": (lambda: torch.full((T, T), -1.0, dtype=F64).triu(1), "dense"),
+    "numbers below": (lambda: torch.full((T, T), -torch.inf, dtype=F64).tril(-1), "dense"),
+}
+
+
+class Attention(nn.Module):
+    """Attention of 4 query heads with 2 key heads, by a mask and a way to repeat the heads."""
+
+    def __init__(self, mask: Callable[[], Tensor], repeat: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.qkv, self.mask, self.repeat = nn.Linear(8, 16, dtype=F64), mask, repeat
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in self.qkv(x).split([8, 4, 4], -1))
+        return F.scaled_dot_product_attention(q, self.repeat(k), self.repeat(v), self.mask())
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def interleaved(x: Tensor) -> Tensor:
+    return x.repeat_interleave(2, 1)
+
+
+def captured(mask: Callable[[], Tensor], repeat: Callable[[Tensor], Tensor]) -> tuple[str, int]:
+    """How attention is masked in the graph of a model, and the number of its key heads. Capture itself compares the
+    graph with eager code."""
+    torch.manual_seed(0)
+    x = torch.randn(2, T, 8, dtype=F64)
+    hints = sx.Hints(args=(x,), loss=squares)
+    graph = sx.parallelize(Attention(mask, repeat), sx.Mesh(dp=1), hints, virtual=True).captured
+    (node,) = (node for node in graph.nodes if str(node.op) == "shardfx.attention.default")
+    given, is_causal = (*node.args[3:5], None, False)[:2]
+    return "dense" if given is not None else "causal" if is_causal else "full", node.operands[1].shape[1]
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_masks(name: str) -> None:
+    mask, expected = MASKS[name]
+    assert captured(mask, interleaved) == (expected, 2)
+
+
+def by_groups(x: Tensor) -> Tensor:
+    """As transformers repeat them."""
+    return x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, *x.shape[2:])
+
+
+@pytest.mark.parametrize(
+    ("repeat", "heads"),
+    [
+        (by_groups, 2),
+        (lambda x: x.repeat(1, 2, 1, 1), 4),  # heads in another order
+        (lambda x: x[:, None].expand(-1, 2, -1, -1, -1).flatten(1, 2), 4),
+    ],
+)
+def test_repeated_heads(repeat: Callable[[Tensor], Tensor], heads: int) -> None:
+    assert captured(causal, repeat) == ("causal", heads)
+
+
+def by_rows(ranks: int) -> tuple[sx.ParallelModule, nn.Module, tuple[Tensor, ...]]:
+    torch.manual_seed(0)
+    model, x = Attention(causal, by_groups), torch.randn(2, T, 8, dtype=F64)
+    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": "-, cp, -"})
+    return sx.parallelize(model, sx.Mesh(cp=ranks), hints, virtual=True), model, (x,)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])  # of four, one has no row
+def test_causal_rows_of_a_rank(ranks: int) -> None:
+    """Each rank has its own rows of queries, and all keys: no mask, and no row is computed twice."""
+    pm, model, args = by_rows(ranks)
+    check_step(pm, model, squares, args)
+    assert "box=[0, 0, " in str(pm.rank_program(1)) and (ranks == 4 or not pm.report().warnings)
+    assert pm.verify()
+
+
+@pytest.mark.parametrize("box", [[0, 0, 2, 0], [0, 0, 4, 0], []])
+def test_rows_that_stand_elsewhere_are_refuted(box: list[int]) -> None:
+    pm, _, _ = by_rows(2)
+    for forward in (True, False):
+        module = pm.rank_module(1)
+        ops = "shardfx.attention.default" if forward else "shardfx.attention_backward.default"
+        (node,) = (node for node in module.graph.nodes if str(node.target) == ops)
+        node.kwargs = {**node.kwargs, "box": box}
+        assert pm.verify(modules={1: module}).status == "refuted"
