@@ -14,34 +14,34 @@ from torch import Tensor
 
 from .computing.library import places
 
-Forward = Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-"""Attention to keys and values, causal or not: the result and the logsumexp."""
-Backward = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
+Forward = Callable[[bool, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Attention, causal or not, to keys and values: the result and the logsumexp."""
+Backward = Callable[[bool, Tensor, Tensor], tuple[Tensor, ...]]
 """Its gradients of queries, keys and values, by the result and the logsumexp of all keys."""
 
 
-def forward_from(first: int, rows: int, k: Tensor, v: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
-    """Attention of ``rows`` queries from row ``first`` on to all keys ``[b g t e]``."""
-    own = slice(first, first + rows)
-    out, logsumexp = forward(k[:, :, own], v[:, :, own], True)
+def forward_from(first: int, q: Tensor, k: Tensor, v: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
+    """Attention of queries ``[b h s e]``, from row ``first`` on, to all keys ``[b g t e]``."""
+    own = slice(first, first + q.shape[2])
+    out, logsumexp = forward(True, k[:, :, own], v[:, :, own])
     if not first:
         return out, logsumexp
-    past, of_past = forward(k[:, :, :first], v[:, :, :first], False)
+    past, of_past = forward(False, k[:, :, :first], v[:, :, :first])
     total = torch.logaddexp(logsumexp, of_past)
     shares = ((each - total).exp()[..., None] for each in (logsumexp, of_past))
     joined = sum(share * part for share, part in zip(shares, (out, past), strict=True))
     return torch.empty_like(out).copy_(joined), total  # type: ignore[arg-type]
 
 
-def backward_from(first: int, rows: int, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, ...]:
+def backward_from(first: int, q: Tensor, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, ...]:
     """The gradients of :func:`forward_from`."""
-    own, rest = slice(first, first + rows), k.shape[2] - first - rows
-    grad_q, *grads = backward(k[:, :, own], v[:, :, own], True)[:3]
+    end = first + q.shape[2]
+    grad_q, *grads = backward(True, k[:, :, first:end], v[:, :, first:end])[:3]
     if first:
-        of_past, *past = backward(k[:, :, :first], v[:, :, :first], False)[:3]
+        of_past, *past = backward(False, k[:, :, :first], v[:, :, :first])[:3]
         grad_q = grad_q + of_past
         grads = [torch.cat(pair, 2) for pair in zip(past, grads, strict=True)]
-    return grad_q, *(F.pad(each, (0, 0, 0, rest)) for each in grads), grad_q.new_empty(0)
+    return grad_q, *(F.pad(each, (0, 0, 0, k.shape[2] - end)) for each in grads), grad_q.new_empty(0)
 
 
 def box_places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:

@@ -4,9 +4,8 @@
 
 The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
-``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. Dropout
-with probability ``p`` draws by seed, number, and where in the global ``[b, h, s, t]`` a rank's ``box`` stands, which
-also says what its queries see where they are causal.
+``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. A
+rank's ``box`` of the global ``[b, h, s, t]`` says what causal queries see, and what dropout of ``p`` draws.
 
 Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
 logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's own choice
@@ -14,7 +13,7 @@ logsumexp, so that a forward by one may have its backward by another. On CUDA th
 
 Memory layout, on every device and by every kernel: the logsumexp is contiguous, ``out`` is laid out as
 ``torch.empty_like(q)`` (contiguous where values have another size than keys), each gradient as ``torch.empty_like`` of
-its operand. Flash and cuDNN give them so; of other kernels what differs is copied. Needs torch alone.
+its operand: what a kernel gives otherwise is copied.
 """
 
 from __future__ import annotations
@@ -298,11 +297,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
     q, k, v = _dense(q, k, v)
     keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else ()
     if len(box) == 4 and mask is None and keep is None:
-
-        def forward(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-            return _forward_by(_kernel(q, k, v, None, causal, 0.0), q, k, v, None, causal, scale, None, 0.0)
-
-        return forward_from(box[2], q.shape[2], k, v, forward)
+        return forward_from(box[2], q, k, v, lambda own, *kv: attention(q, *kv, None, own, scale))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
     return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, keep, p)
 
@@ -320,12 +315,8 @@ def attention_backward(
     grad, q, k, v, out = _dense(grad, q, k, v, out)
     keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else ()
     if len(box) == 4 and mask is None and keep is None:
-
-        def backward(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-            kernel = _kernel(q, k, v, None, causal, 0.0)
-            return _backward_by(kernel, grad, (q, k, v), out, logsumexp, None, causal, scale, False, None, 0.0)
-
-        return backward_from(box[2], q.shape[2], k, v, backward)
+        backward = lambda own, *kv: attention_backward(grad, q, *kv, out, logsumexp, None, own, scale)  # noqa: E731
+        return backward_from(box[2], q, k, v, backward)
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
     kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)
     return _backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p)

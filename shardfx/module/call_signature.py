@@ -1,4 +1,4 @@
-"""The signature of a call: everything that decides which specialization (programs) serves it, and the checks of a call."""
+"""The signature of a call: all that decides which specialization (programs) serves it; and the checks of a call."""
 
 from __future__ import annotations
 

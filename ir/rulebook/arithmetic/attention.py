@@ -32,10 +32,8 @@ def backward(node: Node) -> Template:
 
 
 def _form(node: Node, form: str, linear: str) -> Template:
-    """The template, without the last operand for an op without a seed. With dropout, a rank draws a box of the full
-    mask, which the query heads that share a key head do not form."""
-    heads = "(h r)" if draw_slot(node) is None else "(h r!)"
-    own = "" if has_argument(node.op, "box") else "!is_causal"
+    """The template; torch's own op has no seed and no box. Dropout draws a box, which query heads in groups are not."""
+    heads, own = "(h r)" if draw_slot(node) is None else "(h r!)", "" if has_argument(node.op, "box") else "!is_causal"
     tensors = {"Q": f"b {heads} s{own} e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
     for letter, dims in tensors.items():
         form = form.replace(letter, dims)
@@ -45,20 +43,18 @@ def _form(node: Node, form: str, linear: str) -> Template:
 
 
 def attention_local(emit: Emit) -> Any:
-    """Attention by the position of this rank's queries and keys in the global ``[b, h, s, t]``, by which dropout is
-    drawn and causal masks are cut."""
-    slot, args, kwargs = draw_slot(emit.node), list(emit.args), emit.kwargs
+    """Attention by where this rank's queries and keys stand: causal masks, and what dropout draws."""
+    slot, args = draw_slot(emit.node), list(emit.args)
     q, k = (emit.node.operands.index(argument(emit.node, name)) for name in ("q", "k"))
     if slot is not None or (argument(emit.node, "causal") and not emit.operand_shard(q, 2).is_full):
         shards = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
         plain = all(len(each.ranges) == 1 for each in shards)
         of_each = [[each.first] if plain else [len(each.ranges), *each.numbers] for each in shards]
         box = [number for numbers in of_each for number in numbers]
-        if slot is not None:
-            args[slot + 1 :] = [box]
-        else:
-            kwargs = {**kwargs, "box": box}
-    return emit.call(emit.node.op, *args, **kwargs)
+        if slot is None:
+            return emit.call(emit.node.op, *args, **emit.kwargs, box=box)
+        args[slot + 1 :] = [box]
+    return emit.call(emit.node.op, *args, **emit.kwargs)
 
 
 RULES: tuple[RuleEntry, ...] = (
