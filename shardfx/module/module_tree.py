@@ -52,8 +52,9 @@ class Locked(dict[str, Any]):
                 "a tensor or a module of a parallel module was replaced",
                 where=f"{name!r} of {self.where}",
                 expected="the model as it was parallelized",
-                got="another one, as torch.func.functional_call puts in",
-                remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself",
+                got="another one, as torch.func.functional_call and torch.export put in",
+                remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself; "
+                "torch.func and torch.export take the model: with pm.gathered() as model: ...",
             )
         if name not in self and not self.grows:
             self._refuse(name)

@@ -1,9 +1,8 @@
-"""Optimizers of a parallel module's parameters, which may be shards: tried, stepped, their states moved."""
+"""Optimizers of a parallel module's parameters: stepped, their states moved; those in a program, tried."""
 
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,61 +22,7 @@ from .test_calls import batch, mlp, near, parallel
 TP = {"0.weight": "tp, -"}
 
 
-class Scaled(torch.optim.SGD):
-    """Steps by a fraction of each tensor's norm, where a group says so."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.sub_(p.grad * (p.norm() if group.get("by_norm") else 1.0), alpha=group["lr"])
-
-
-class Wants(Scaled):
-    """Cannot be made of its options, and draws random numbers."""
-
-    def __init__(self, params: Any, named: Any = None, lr: float = 0.1) -> None:
-        if torch.rand(()) < 2 and named is None:
-            raise TypeError("wants names")
-        super().__init__(params, lr=lr)
-        self.named = named
-
-    def step(self, closure: Any = None) -> None:
-        if self.named == "ours" and self.param_groups[0]["params"][0].shape[0] < 16:
-            raise TypeError("wants the whole")
-        super().step()
-
-
-def stepped(pm: sx.ParallelModule) -> sx.ParallelModule:
-    pm.zero_grad()
-    pm(*batch()).backward()
-    return pm
-
-
-def test_one_that_its_options_do_not_make_is_copied() -> None:
-    pm = stepped(parallel(mlp(), sx.Mesh(tp=2), specs=TP))
-    before = torch.get_rng_state()
-    optimizer = Wants(pm.parameters(), named=torch.ones(3))
-    torch.set_rng_state(before)
-    optimizer.step()
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_one_that_cannot_be_tried_is_an_error() -> None:
-    pm = stepped(parallel(mlp(), sx.Mesh(tp=2), specs=TP))
-    with pytest.raises(sx.Error, match=r"(?s)Wants cannot be tried on shards.*TypeError: wants the whole"):
-        Wants(pm.parameters(), named="ours").step()
-
-
-def test_each_group_is_tried() -> None:
-    pm = stepped(parallel(mlp(), sx.Mesh(tp=2), specs=TP))
-    first, *rest = pm.parameters()
-    Scaled([{"params": [first, *rest]}], lr=0.1).step()
-    with pytest.raises(sx.Error, match="Scaled looks at full tensors"):
-        Scaled([{"params": rest}, {"params": [first], "by_norm": True}], lr=0.1).step()
-
-
-def test_one_that_calls_a_closure_is_tried_with_one() -> None:
+def test_one_that_calls_a_closure() -> None:
     x, y = batch()
     pm, alone = parallel(mlp(), sx.Mesh(tp=2), specs=TP), copy.deepcopy(mlp())
 
@@ -96,18 +41,6 @@ def test_one_that_calls_a_closure_is_tried_with_one() -> None:
     train(alone, lambda: nn.functional.cross_entropy(alone(x), y))
     state = pm.full_state_dict()
     assert all(near(state[name], tensor) for name, tensor in alone.state_dict().items())
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-@pytest.mark.parametrize("options", [{"capturable": True}, {"fused": True}])
-def test_they_are_tried_where_the_shards_are(options: dict[str, Any]) -> None:
-    x, y = batch()
-    pm = parallel(mlp(), sx.Mesh(tp=2), specs=TP, device="cuda")
-    pm(x.cuda(), y.cuda()).backward()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*without CUDA graph capture", UserWarning)  # of torch about capturable
-        torch.optim.AdamW(pm.parameters(), lr=1e-3, **options).step()
 
 
 BY = {"tp": (sx.Mesh(tp=2), TP), "dp": (sx.Mesh(dp=2), {"args.0": "dp, -", "0.weight": "dp, -", "2.bias": "dp"})}
@@ -162,19 +95,11 @@ def test_states_move_between_plans_and_the_model(kind: str) -> None:
     assert all(near(tensor, whole[name]) for name, tensor in reference.state_dict().items())
 
 
-def test_states_that_are_no_shards_of_their_parameter() -> None:
+def test_states_of_another_optimizer() -> None:
     pm = parallel(mlp(), sx.Mesh(tp=2), specs=TP)
     optimizer = torch.optim.AdamW(pm.parameters())
     with pytest.raises(sx.Error, match="of another optimizer"):
         pm.load_full_optimizer_state_dict(optimizer, torch.optim.AdamW(mlp()[0].parameters()).state_dict())
-    steps(pm, optimizer)
-    shard = next(p for name, p in pm.named_parameters() if name.startswith("0.@0"))
-    optimizer.state[shard]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(sx.Error, match="is not sharded as the parameter is"):
-        pm.full_optimizer_state_dict(optimizer)
-    optimizer.state.pop(shard)
-    with pytest.raises(sx.Error, match=r"only some shards of '0.weight' have a state"):
-        pm.full_optimizer_state_dict(optimizer)
 
 
 DP2 = sx.Mesh(dp=2)

@@ -118,10 +118,6 @@ def test_what_cannot_be_carried_over() -> None:
     for given, what in ((3, "no optimizer"), (model, "no optimizer")):
         with pytest.raises(sx.Error, match=what):
             parallel(model, optimizer=given)
-    factored = torch.optim.Adafactor(model.parameters())
-    step(model, factored)
-    with pytest.raises(sx.Error, match="is not sharded as the parameter is"):
-        parallel(model, "tp", optimizer=factored)
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(8, 16, dtype=F64), nn.ReLU(), nn.Linear(16, 4, dtype=F64))
     with pytest.raises(sx.Error, match="without weights"):
@@ -187,21 +183,16 @@ def test_a_model_that_goes_its_own_way_or_has_the_weights_of_the_parallel_one() 
 
 
 @pytest.mark.long
-def test_parameters_of_the_model_that_are_frozen_or_hooked_later() -> None:
+def test_parameters_of_the_model_that_are_frozen_later() -> None:
     pm = parallel(model := mlp())
     model[0].requires_grad_(False)
-    with pytest.raises(sx.Error, match=r"(?s)'0.weight' of the model was made frozen.*say it of pm"):
-        pm(X, Y)
-    pm.get_submodule("0").requires_grad_(False)
     pm(X, Y).backward()
     assert set(pm.full_grads()) == {"2.weight", "2.bias"}
     model.requires_grad_(False)  # a teacher
-    pm(X, Y)
-    parallel(model := mlp())
-    pm = parallel(model)
-    model[0].weight.register_hook(torch.zeros_like)
-    with pytest.raises(sx.Error, match="a hook on a parameter of the model would never be called"):
-        pm(X, Y)
+    pm(X, Y).backward()
+    model.requires_grad_(True)
+    pm(X, Y).backward()
+    assert set(pm.full_grads()) == {*dict(model.named_parameters())}
 
 
 # ---- memory: nothing keeps the original's weights, which would be there twice

@@ -47,7 +47,6 @@ def test_groups_and_a_schedule() -> None:
     pm = small_plan(grouped, DP2, zero=3)
     assert apart(pm, losses, params) < 1e-12
     assert [group["lr"] for group in pm.optimizer.param_groups] == [1e-2, 2e-2]
-    assert [len(group["params"]) for group in pm.optimizer.param_groups] == [4, 4]  # two shards of each
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:

@@ -62,9 +62,6 @@ def test_shards_are_loaded_where_they_belong() -> None:
     other = parallel(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double(), pm.mesh, specs=TP)
     other.load_state_dict(saved(pm.state_dict()))
     assert torch.equal(other(X), pm(X))
-    otherwise = parallel(mlp(), pm.mesh, specs=TP | {"0.weight": "-, tp", "2.weight": "tp, -"})
-    with pytest.raises(sx.Error, match=r"0.weight.* stored otherwise(.|\n)*full_state_dict"):
-        otherwise.load_state_dict(saved(pm.state_dict()))
     assert all(tensor.dtype is F64 for tensor in pm.full_state_dict().values())
 
 

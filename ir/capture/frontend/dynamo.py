@@ -396,8 +396,8 @@ class _OutputNumbers:
 
 
 def _names_in(code: CodeType) -> Sequence[str]:
-    """The names in code."""
-    return () if code.co_filename.startswith(OWN) else code.co_names
+    """The names in code, but for that with which modules call ``forward``."""
+    return () if code.co_filename.startswith(OWN) or code.co_filename == nn.modules.module.__file__ else code.co_names
 
 
 @contextmanager
