@@ -31,7 +31,7 @@ from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.frontend.model_preparation import attributes_of, reject_backward_hooks, without_weights
 from shardfx.ir.capture.frontend.traced_program import without_loss
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
+from shardfx.ir.graph import Graph, Input, Output, OutputKind
 from shardfx.ir.spec import Spec, TensorType, dim_order_of, strides_of
 from shardfx.ir.text import print_graph
 from shardfx.ir.unfolding.unfold import unfolded
@@ -68,7 +68,7 @@ from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
 from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers, RankInput
 from shardfx.runtime.engine import Probe
-from shardfx.runtime.step import HELD, ProgramRunner
+from shardfx.runtime.step import HELD, STORED, ProgramRunner
 from shardfx.runtime.verify.verdict import Verdict, together
 
 Build = Callable[..., Compiled]
@@ -133,8 +133,8 @@ def naming_call(first: CallSignature, form: CallSignature) -> Iterator[None]:
 
 
 def stored_specs(graph: Graph) -> Mapping[str, Spec]:
-    """The stored placements of parameters, buffers and states."""
-    return {g.name: g.value.spec for g in graph.inputs if g.kind in HELD and g.value.spec is not None}
+    """The stored placements of parameters and buffers."""
+    return {g.name: g.value.spec for g in graph.inputs if g.kind in STORED and g.value.spec is not None}
 
 
 def reject_stored_otherwise(first: Graph, other: Graph) -> None:
@@ -514,9 +514,7 @@ class Specializations:
             model = (self.fill if self.hints.guard else without_weights)(self.source.with_loss)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in form.trainable)
-        states = {each.name for each in first.of_kind(InputKind.STATE)}
-        specs = {name: spec for name, spec in stored_specs(first).items() if name not in states}
-        hints = hints_of_signature(self.hints, specs, form, call)
+        hints = hints_of_signature(self.hints, stored_specs(first), form, call)
         if hints.pipeline is not None:
             hints = replace(hints, pipeline=replace(hints.pipeline, stages=stages_as_planned(first)))
         with torch.set_grad_enabled(bool(form.gradients) or torch.is_grad_enabled()):

@@ -367,3 +367,13 @@ def test_parameters_that_no_optimizer_has_are_told_of() -> None:
     pm.step(*batches(1)[0])
     assert torch.equal(pm.full_state_dict()["2.bias"], before)
     refused("this is no optimizer", lambda: small_plan(lambda ps: [], DP2))
+
+
+def test_step_of_a_model_that_was_made_on_meta() -> None:
+    x, weights = torch.randn(4, 8), nn.Linear(8, 8).state_dict()
+    hints = sx.Hints(args=(x,), targets=(x,), loss=nn.functional.mse_loss, optimizer=torch.optim.AdamW)
+    ours, theirs = (sx.parallelize(nn.Linear(8, 8, device=device), DP2, hints) for device in ("meta", "cpu"))
+    for pm in (ours, theirs):
+        pm.load_full_state_dict(weights)
+        pm.step(x, x)
+    assert all(torch.equal(p, theirs.full_state_dict()[name]) for name, p in ours.full_state_dict().items())
