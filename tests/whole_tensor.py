@@ -60,27 +60,3 @@ class AdaptiveClipping(WholeTensor):
         rows, grads = (t.flatten(1) if t.dim() > 1 else t[None] for t in (p, grad))
         most = rows.norm(dim=1, keepdim=True).clamp(min=1e-3) * 0.01
         return (grads * (most / grads.norm(dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1.0)).view_as(grad)
-
-
-class Late(WholeTensor):
-    """Looks at full tensors from the tenth step on."""
-
-    steps = 0
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
-        return grad / (grad.norm() + 1e-3) if self.steps > 9 * len(self.param_groups[0]["params"]) else grad
-
-
-class SkipsOverflow(WholeTensor):
-    """Leaves out parameters of whose gradient one element is infinite."""
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad if torch.isfinite(grad).all() else torch.zeros_like(grad)
-
-
-class RarelyClipped(WholeTensor):
-    """Clips by norms that the first gradients do not reach."""
-
-    def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        return grad * (1e4 / (grad.norm() + 1e-6)).clamp(max=1.0)

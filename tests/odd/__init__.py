@@ -1,6 +1,6 @@
-"""Odd models that are sound: a table of them, how each is run against one device, and sound rewrites of them."""
+"""Odd models that are sound: a table of them, and how each is run against one device."""
 
 from . import models
-from .odd_model import ODD, mesh, run
+from .odd_model import ODD, run
 
-__all__ = ["ODD", "mesh", "models", "run"]
+__all__ = ["ODD", "models", "run"]

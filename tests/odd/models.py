@@ -36,7 +36,6 @@ class EdgeSoftmax(nn.Module):
 
 
 IMAGE = (normal(4, 3, 8, 8),)
-CLASSES = (ids(5, 4),)
 
 
 @odd(*IMAGE, targets=(normal(4, 4, 8, 8),), tp={"bank": "-, tp, -, -, -"})
@@ -51,43 +50,6 @@ class OwnKernels(nn.Module):
         b = x.shape[0]
         weights = torch.einsum("bk,koihw->boihw", self.route(x.mean((2, 3))).softmax(-1), self.bank).flatten(0, 1)
         return F.conv2d(x.reshape(1, b * 3, 8, 8), weights, padding=1, groups=b).view(b, 4, 8, 8)
-
-
-@odd(normal(4, 3, 8, 8), targets=(normal(4, 4, 8, 8),), tp={"low": "-, tp, -, -", "bypass.weight": "tp, -, -, -"})
-class FourierOperator(nn.Module):
-    """Low frequencies are multiplied by complex weights, the others are dropped (FNO)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.low, self.bypass = nn.Parameter(torch.randn(3, 4, 3, 3) + 0j), nn.Conv2d(3, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        waves = torch.fft.rfft2(x)
-        out = torch.zeros(x.shape[0], 4, *waves.shape[-2:], dtype=waves.dtype)
-        out[:, :, :3, :3] = torch.einsum("bixy,ioxy->boxy", waves[:, :, :3, :3], self.low)
-        return F.gelu(torch.fft.irfft2(out, s=x.shape[-2:]) + self.bypass(x))
-
-
-SERIES = (normal(4, 5, 6),)
-
-
-@odd(*SERIES, targets=(normal(4, 5, 6),), tp={"inward.weight": "tp, -", "out.weight": "-, tp"})
-class SelectiveScan(nn.Module):
-    """Steps, and what goes in and out, depend on the input (Mamba), one step after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inward, self.out, self.rates = nn.Linear(6, 8), nn.Linear(8, 6), nn.Parameter(torch.rand(8, 3))
-        self.step, self.b, self.c = nn.Linear(6, 8), nn.Linear(6, 3), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        u, step, b, c = self.inward(x), F.softplus(self.step(x)), self.b(x), self.c(x)
-        state, ys = x.new_zeros(x.shape[0], 8, 3), []
-        for t in range(x.shape[1]):
-            decay = torch.exp(-step[:, t, :, None] * self.rates.exp())
-            state = decay * state + (step[:, t] * u[:, t])[..., None] * b[:, t, None]
-            ys.append((state * c[:, t, None]).sum(-1))
-        return self.out(torch.stack(ys, 1) * F.silu(u))
 
 
 class Heads(NamedTuple):
@@ -182,29 +144,6 @@ class SizesOfOne(TwoLayers):
         return h * nothing + h.expand(1, 3, 6).mean(1, keepdim=True)
 
 
-@odd(
-    normal(6, 4),
-    targets=(normal(6, 4),),
-    dp={"args.0": "dp, -"},
-    more={"guard": True},
-    tp={"experts.0.weight": "tp, -"},
-)
-class HardMixture(nn.Module):
-    """Rows go to the expert that they choose, by nonzero, and are put back by index."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        share, at = self.gate(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            rows = (at == i).nonzero().squeeze(-1)
-            out[rows] = expert(x[rows]) * share[rows, None]
-        return out
-
-
 @odd(*ROWS, targets=GOAL, tp=MLP)
 class InPlace(TwoLayers):
     """Views are written to, views of views read; an out= and a copy_."""
@@ -240,37 +179,6 @@ class Quantized(nn.Module):
         return through, loss + through.sin().mean()
 
 
-@odd(*ROWS, normal(4, 6), loss=lambda out: contrast(*out), dp={"args.0": "dp, -", "args.1": "dp, -"}, tp=MLP)
-class Contrast(TwoLayers):
-    """Each row's pair among all rows of the batch, both ways (CLIP), with a scale."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(1.0))
-
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return F.normalize(self.both(a), dim=1), F.normalize(self.both(b), dim=1), self.scale
-
-
-def contrast(a: Tensor, b: Tensor, scale: Tensor) -> Tensor:
-    logits, own = a @ b.T * scale.exp(), torch.arange(a.shape[0])
-    return (F.cross_entropy(logits, own) + F.cross_entropy(logits.T, own)) / 2
-
-
-@odd(ids(8, 4, 5), targets=(ids(8, 4, 5),), loss=lambda out, y: F.cross_entropy(out.mT, y), tp={"table": "tp, -"})
-class TiedSlices(nn.Module):
-    """One matrix is embedding, head, and (in a slice, turned) a layer between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(8, 6) * 0.5)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        h = F.embedding(tokens, self.table)
-        h = h + torch.tanh(h @ self.table[:6].T) @ self.table.view(2, 4, 6)[1, 1:3].T @ self.table[::4]
-        return h @ self.table.T
-
-
 @odd(*ROWS, targets=GOAL, tp={"store": "tp"})
 class OneStore(nn.Module):
     """All weights are views of one flat parameter, some of the same elements."""
@@ -296,45 +204,6 @@ class SpectralNormed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.b(self.a(x).relu() + self.a(x.flip(0)).relu())
-
-
-@odd(*ROWS, targets=GOAL, tp={"a": "tp, -"})
-class Kronecker(nn.Module):
-    """A weight that is a Kronecker product, and a block diagonal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(n, n)) for n in (2, 3, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ torch.kron(self.a, self.b) @ torch.block_diag(self.c, self.c.T)
-
-
-class Sign(torch.autograd.Function):
-    """Signs, whose gradient goes through within one."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return above[0] * (x.abs() <= 1)
-
-
-@odd(*ROWS, targets=GOAL, tp={"up": "tp, -", "down": "-, tp"})
-class Binary(nn.Module):
-    """Weights of two values, scaled by the mean of each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Parameter(torch.randn(8, 6)), nn.Parameter(torch.randn(6, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, down = (Sign.apply(w) * w.abs().mean(1, keepdim=True) for w in (self.up, self.down))
-        return F.linear(F.linear(x, up).relu(), down)
 
 
 @odd(*ROWS, targets=GOAL, tp={"block.0.weight": "tp, -", "block.0.bias": "tp", "block.2.weight": "-, tp"})

@@ -9,7 +9,7 @@ Each is run on ``dp=2,tp=2`` (the first argument's rows over dp), or on ``dp=3``
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,23 +66,15 @@ class Odd:
             drawn = [_drawn(each) for each in (self.args, self.targets)]
         return Given(model, alone, *drawn)
 
-    def ways(self) -> Iterator[str]:
-        """The meshes on which it is run."""
-        yield "dp=2,tp=2" if self.tp else "dp=3"
-
-    def hints(self, way: str, given: Given, **more: Any) -> sx.Hints:
-        """What is said of it on a mesh."""
-        specs = {**self.dp, **(self.tp if "tp" in way else {})}
-        return sx.Hints(given.args, {}, self.loss, given.targets, specs=specs, **{**self.more, **more})
+    def parallel(self, given: Given) -> sx.ParallelModule:
+        """The model on its mesh."""
+        hints = sx.Hints(given.args, {}, self.loss, given.targets, specs={**self.dp, **self.tp}, **self.more)
+        mesh = sx.Mesh(dp=2, tp=2) if self.tp else sx.Mesh(dp=3)
+        return sx.parallelize(given.model, mesh, hints, virtual=True)
 
 
 ODD: dict[str, Odd] = {}
 """All of them, by name."""
-
-
-def mesh(way: str) -> sx.Mesh:
-    """``dp=2,tp=2`` as a mesh."""
-    return sx.Mesh(**{axis: int(size) for axis, _, size in (each.partition("=") for each in way.split(","))})
 
 
 def odd(
@@ -145,13 +137,13 @@ class TwoLayers(nn.Module):
 RATE = 0.05
 
 
-def run(odd: Odd, way: str) -> list[str]:
+def run(odd: Odd) -> list[str]:
     """Train, evaluate, prove; gives what is not as it should be: differences, verdicts, warnings."""
     given = odd.given()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         warnings.filterwarnings("ignore", "redundant compute")  # batches and heads are odd too
-        pm = sx.parallelize(given.model, mesh(way), odd.hints(way, given), virtual=True)
+        pm = odd.parallel(given)
         wrong = [*trained(odd, pm, given), *evaluated(odd, pm, given)]
         verdict = pm.verify()
     return [*wrong, *([] if verdict else [str(verdict)]), *(f"warned: {each.message}" for each in caught)]

@@ -24,7 +24,7 @@ from shardfx.visualize.detail import show
 from shardfx.visualize.graph_picture import picture_svg
 from shardfx.visualize.layout import lay_out
 from shardfx.visualize.leaf_boxes import measure
-from shardfx.visualize.style import AXIS_COLOURS, width
+from shardfx.visualize.style import width
 from shardfx.visualize.svg import Rect
 from tests.plans import MESHES, plan
 from tests.zoo import make
@@ -137,15 +137,6 @@ def test_a_closed_module_says_what_is_in_it() -> None:
     closed = next(box for box in picture.boxes() if box.kind is BoxKind.CLOSED and box.path == "layers")
     assert any(line.role == "comm" and "all-reduce" in line.text for line in closed.lines)
     assert any(tip.startswith("layers: ") and "aten.addmm" in tip for tip in tooltips(drawn(picture.graph, 20)))
-
-
-def test_placements_are_written_in_the_colours_of_their_axes() -> None:
-    root = drawn(planned("mlp3"))
-    spans = {(span.text, span.get("fill")) for span in root.iter(f"{SVG}tspan")}
-    spans |= {(text.text or (text[0].text if len(text) else ""), text.get("fill")) for text in root.iter(f"{SVG}text")}
-    dp, tp = AXIS_COLOURS[:2]
-    assert {("dp", dp), ("tp", tp), ("64", tp), ("+", tp)} <= spans
-    assert {"8{dp}, 64{tp}", "8{dp}, 48 +{tp}"} <= {*texts(root)}
 
 
 @pytest.mark.parametrize("name", GRAPHS)

@@ -161,7 +161,19 @@ def test_function_compiled_around_a_parallel_module_calls_its_programs() -> None
 # ---- changes back and forth: what was planned before is known
 
 
-SCALE = {"by": 1.0}
+class Options:
+    """An object of no known kind, whose class has something, too."""
+
+    power = 1.0
+
+    def __init__(self) -> None:
+        self.by = [1.0]
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return torch.relu(x * self.by[0]) ** self.power
+
+
+SCALE, OPTIONS = {"by": 1.0}, Options()
 
 
 def by_default(x: Tensor, by: list[float] = [1.0]) -> Tensor:  # noqa: B006
@@ -174,11 +186,11 @@ class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.act, self.down = nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
-        self.norm, self.beta, self.deep, self.listed = nn.BatchNorm1d(8), 1.0, {"a": {"b": 1.0}}, [1.0]
+        self.norm, self.beta, self.deep, self.listed = nn.BatchNorm1d(8), 1.0, {"a": {"b": 1.0}}, [1.0] * 1000
 
     def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
-        h = self.act(self.norm(self.up(x))) * self.beta * self.deep["a"]["b"] * self.listed[0] * SCALE["by"]
-        return by_default(self.down(h if shift is None else h + shift))
+        h = self.act(self.norm(self.up(x))) * self.beta * self.deep["a"]["b"] * self.listed[-1] * SCALE["by"]
+        return by_default(OPTIONS.scaled(self.down(h if shift is None else h + shift)))
 
 
 def frozen(model: Any) -> None:
@@ -202,7 +214,7 @@ def swapped(holder: Any, key: Any, one: Any, other: Any) -> None:
 OF_BOTH: dict[str, Callable[[Any], Any]] = {
     "an attribute": lambda m: setattr(m, "beta", 3.0 if m.beta == 1.0 else 1.0),
     "a nested dict": lambda m: swapped(m.deep["a"], "b", 1.0, 3.0),
-    "a list": lambda m: swapped(m.listed, 0, 1.0, 3.0),
+    "a list": lambda m: swapped(m.listed, -1, 1.0, 3.0),
     "a mode": lambda m: m.norm.train(not m.norm.training),
     "all modes": lambda m: m.train(not m.training),
 }
@@ -212,6 +224,8 @@ OF_MODEL: dict[str, Callable[[Any], Any]] = {
 }
 OF_SCRIPT: dict[str, Callable[[], Any]] = {
     "a global": lambda: swapped(SCALE, "by", 1.0, 3.0),
+    "an object": lambda: swapped(OPTIONS.by, 0, 1.0, 3.0),
+    "a class": lambda: setattr(Options, "power", 3.0 - Options.power),
     "a default": lambda: swapped(by_default.__defaults__[0], 0, 1.0, 3.0),  # type: ignore[index]
 }
 

@@ -16,33 +16,6 @@ from tests.reference import rel_err
 from tests.zoo import make
 
 
-class Drops(nn.Module):
-    """Dropout of ones, so that the result *is* the mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(16, dtype=torch.float64))
-        self.drop = nn.Dropout(0.5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.drop(x * self.w)
-
-
-def masks(seed: int, spec: str) -> torch.Tensor:
-    x = torch.ones(8, 16, dtype=torch.float64)
-    pm = sx.parallelize(Drops(), sx.Mesh(dp=2, tp=2), sx.Hints(args=(x,), specs={"args.0": spec}))
-    torch.manual_seed(seed)
-    return pm(x)
-
-
-def test_dropout_masks_of_shards_differ() -> None:
-    mask = masks(0, "dp, tp") != 0
-    shards = [mask[r : r + 4, c : c + 8] for r in (0, 4) for c in (0, 8)]
-    for i, shard in enumerate(shards):
-        assert 0 < shard.float().mean() < 1
-        assert not any(torch.equal(shard, other) for other in shards[:i])
-
-
 @pytest.mark.long
 def test_dropout_is_the_same_by_seed() -> None:
     """Every replica of a value is the same on all ranks that hold it: gradients too, dropout or not."""
@@ -141,6 +114,7 @@ def dropped(x: torch.Tensor) -> torch.Tensor:
 
 
 DRAWS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, float]] = {
+    "dropout": (lambda x: F.dropout(torch.ones_like(x), 0.5), 1.0, 1.0),
     "rand_like": (lambda x: torch.rand_like(x, dtype=torch.float32).double(), 0.5, 1 / 12),
     "uniform_": (lambda x: torch.empty_like(x).uniform_(-1, 3), 1.0, 16 / 12),
     "normal_": (lambda x: torch.empty_like(x).normal_(1, 2), 1.0, 4.0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 from collections.abc import Callable
 from typing import Any
@@ -189,23 +188,6 @@ def test_changes_to_a_parallel_module_that_would_be_lost_are_errors() -> None:
         with pytest.raises(sx.Error, match=what):
             wrong()
     assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
-
-
-@dataclasses.dataclass
-class Output:
-    """A result that torch does not look into."""
-
-    logits: torch.Tensor
-
-
-def test_results_of_any_class() -> None:
-    x, y = batch()
-    model = mlp()
-    model.register_forward_hook(lambda module, given, out: Output(out))
-    pm = parallel(model, loss=lambda out, y: F.cross_entropy(out.logits, y))
-    assert near(pm(x, y), F.cross_entropy(mlp()(x), y))
-    torch.testing.assert_close(pm(x).logits, mlp()(x))
-    torch.testing.assert_close(parallel(model, loss=None, targets=(), specs={})(x).logits, mlp()(x))
 
 
 def test_index_out_of_range_of_a_sharded_table_is_an_error() -> None:

@@ -14,7 +14,6 @@ from torch.utils._pytree import tree_map_only
 
 import shardfx as sx
 from shardfx.ir.graph import Graph, Node
-from shardfx.ir.ops.traits import is_cast
 from tests.plans import MESHES, plan
 from tests.reference import rel_err
 from tests.zoo import Case, make
@@ -69,7 +68,7 @@ def alone(case: Case, clip_grad_norm: float | None = None) -> tuple[list[float],
     return losses, grads, model.state_dict()
 
 
-def beside(name: str, mesh: sx.Mesh, proven: bool = True, **hints: Any) -> sx.ParallelModule:
+def beside(name: str, mesh: sx.Mesh, **hints: Any) -> None:
     """Train a case in float64 master weights, computed in float32, against one device."""
     case = made(name)
     losses, grads, state = alone(case, hints.get("clip_grad_norm"))
@@ -91,9 +90,7 @@ def beside(name: str, mesh: sx.Mesh, proven: bool = True, **hints: Any) -> sx.Pa
         assert rel_err(loss.item(), losses[step]) < CLOSE
     mine = pm.full_state_dict()
     assert all(mine[n].dtype == t.dtype and rel_err(mine[n], t) < CLOSE for n, t in state.items() if n in mine)
-    if proven:
-        assert pm.verify(), pm.verify().why
-    return pm
+    assert pm.verify(), pm.verify().why
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -238,12 +235,6 @@ def test_gradient_that_is_summed_in_bfloat16_is_noted() -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(**given), virtual=True)
     assert any("a gradient is summed in bfloat16, as aten.mm makes it" in note for note in pm.planned.notes)
     assert not any("summed" in note for note in big().planned.notes)
-
-
-def test_casts_are_recomputed_in_the_backward() -> None:
-    pm = big()
-    casts = [node for node in pm.planned.nodes if is_cast(node) and node.outs[0].shape == (64, 64)]
-    assert [node.phase.value for node in casts if node.outs[0].type.dtype == BF16] == ["forward", "forward", "backward"]
 
 
 # ---- further options ---------------------------------------------------------------------------------------

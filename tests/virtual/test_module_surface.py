@@ -65,6 +65,7 @@ def both() -> tuple[sx.ParallelModule, Net]:
 def test_attributes_and_methods_are_the_models(both: tuple[sx.ParallelModule, Net]) -> None:
     pm, model = both
     assert pm.config == model.config and pm.width == 16 and pm.no_weight_decay() == {"first.bias"}
+    assert [len(group["params"]) for group in pm.configure_optimizers(0.01).param_groups] == [2, 4]
     assert pm.module is pm and pm.first.in_features == 8 and pm.drop.p == 0.0 and pm.norm.eps == model.norm.eps
     assert not hasattr(pm, "missing") and not hasattr(pm.first, "missing")
     with pytest.raises(AttributeError, match="neither a parallel module nor 'Net'"):
@@ -113,20 +114,6 @@ def test_names_and_types_of_modules_are_the_models(both: tuple[sx.ParallelModule
     assert all(isinstance(module, kind) for module, kind in zip(pm.children(), kinds, strict=True))
     made = copy.deepcopy(pm)
     assert isinstance(made.norm, nn.BatchNorm1d) and near(made(X), pm(X))
-
-
-@pytest.mark.long
-def test_an_optimizer_made_by_a_method_of_the_model(both: tuple[sx.ParallelModule, Net]) -> None:
-    pm, model = both
-    for each in (pm, model):
-        optimizer = each.train().configure_optimizers(0.01)
-        for _ in range(2):
-            optimizer.zero_grad()
-            loss = pm(X, Y) if each is pm else F.cross_entropy(model(X), Y)
-            loss.backward()
-            optimizer.step()
-    state = pm.full_state_dict()
-    assert all(near(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.runtime.verify import loop_proof
 from shardfx.runtime.verify.families import many_ranks
 from tests.damage_loops import Damage, calls, reordered
+from tests.models import next_tokens
 
 from .test_pipelines import three_stages
 
@@ -124,27 +126,16 @@ def test_a_bucket_of_fewer_bits_is_refused() -> None:
 # ---- with the step of an optimizer, a weight of two stages, and inputs
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.emb, self.head = nn.Embedding(12, 8), nn.Linear(8, 12, bias=False)
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
-        self.head.weight = self.emb.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.emb(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
 @cache
 def stepped() -> sx.ParallelModule:
     torch.manual_seed(0)
-    model, (x, y) = Tied().double(), torch.randint(12, (2, 4, 3)).unbind()
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+    parts = {"emb": nn.Embedding(12, 8), "layers": nn.Sequential(*layers), "head": nn.Linear(8, 12, bias=False)}
+    model, (x, y) = nn.Sequential(OrderedDict(parts)).double(), torch.randint(12, (2, 4, 3)).unbind()
+    model.head.weight = model.emb.weight
     hints = sx.Hints(
         (x,),
-        loss=lambda out, labels: F.cross_entropy(out.flatten(0, 1), labels.flatten()),
+        loss=next_tokens,
         targets=(y,),
         pipeline=sx.Pipeline(),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
@@ -223,32 +214,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
-class Language(nn.Module):
-    def __init__(self, blocks: int, words: int = 12, width: int = 8) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words, bias=False)
-        self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def next_tokens(out: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), y.flatten())
-
-
 @cache
-def in_stages(pp: int = 3, dp: int = 1, count: int = 4, schedule: str = "1f1b", chunks: int = 1) -> sx.ParallelModule:
-    x, y = torch.randint(12, (4 * count, 3)), torch.randint(12, (4 * count, 3))
-    specs = {"args.0": "mb dp, -", "targets.0": "mb dp, -"}
-    specs |= {"layers.*.up.weight": "tp, -", "layers.*.down.weight": "-, tp"}
-    stages = sx.Pipeline(schedule=schedule, stages_per_rank=chunks)
-    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=stages)
-    mesh = sx.Mesh(pp=pp, dp=dp, tp=2, mb=sx.Loop(count))
-    return sx.parallelize(Language(pp * chunks), mesh, hints, virtual=True)
+def in_stages() -> sx.ParallelModule:
+    x, y = torch.randint(12, (16, 3)), torch.randint(12, (16, 3))
+    specs = {"args.0": "mb, -", "targets.0": "mb, -", "*.up.weight": "tp, -", "*.down.weight": "-, tp"}
+    hints = sx.Hints(args=(x,), loss=next_tokens, targets=(y,), specs=specs, pipeline=sx.Pipeline())
+    model = nn.Sequential(nn.Embedding(12, 8), *(Block(8) for _ in range(3)), nn.Linear(8, 12, bias=False))
+    return sx.parallelize(model, sx.Mesh(pp=3, tp=2, mb=sx.Loop(4)), hints, virtual=True)
 
 
 @pytest.fixture

@@ -170,21 +170,11 @@ class Squeeze(nn.Module):
         return x * torch.sigmoid(x.mean((2, 3), keepdim=True))
 
 
-class Largest(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.max_pool2d(x, 2, return_indices=True)[1].double()
-
-
 class Counts(nn.Module):
     """A number that is made of the size."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x / torch.tensor(x.shape[2])
-
-
-class Flips(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.flip(2)
 
 
 NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -196,9 +186,7 @@ NOT_LOCAL: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "places": (Places, "is not local: it"),
     "dropout": (lambda: nn.Dropout().train(), "random numbers are drawn by position"),
-    "places of maxima": (Largest, "max_pool2d.* is not local: it gives positions in the image"),
     "a size": (Counts, "is not local"),
-    "a flip": (Flips, "flip is not local"),
 }
 
 

@@ -71,14 +71,6 @@ def chosen(kinds: list[SegmentKind], held: dict[tuple[int, ...], int], budget: i
     return found
 
 
-def test_the_cheaper_of_two_is_recomputed() -> None:
-    dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0), OpGroup(0, "", "aten.gelu", 10, 1.0)
-    found = chosen([kind(8, dear, cheap)], {(8,): 200}, 120)
-    assert found.again == {dear: 0, cheap: 8} and found.seconds == 8.0
-    found = chosen([kind(8, dear, cheap)], {(8,): 200}, 100)
-    assert found.again == {dear: 2, cheap: 8}
-
-
 def test_what_is_dear_is_offloaded() -> None:
     """The first segments make it again, the next ones put it away, whichever costs less for each group."""
     dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0, away=1.0), OpGroup(0, "", "aten.gelu", 10, 0.5, away=1.0)

@@ -174,26 +174,12 @@ def test_strict_refuses_to_gather_a_sharding_of_space() -> None:
     assert "gathered" not in str(caught.value) and "a max-pool of fixed size" in str(caught.value)
 
 
-SMALL: dict[str, tuple[nn.Module, str]] = {
-    "kernel": (nn.Sequential(nn.Conv2d(3, 2, 3, 2), nn.Conv2d(2, 2, 5)), "1 (Conv2d)"),
-    "mean": (nn.AvgPool2d(8), "the model (AvgPool2d)"),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_an_image_that_is_too_small_on_one_device_as_well(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    net, where = SMALL[name]
+def test_an_image_that_is_too_small_on_one_device_as_well(caplog: pytest.LogCaptureFixture) -> None:
+    net = nn.Sequential(nn.Conv2d(3, 2, 3, 2), nn.Conv2d(2, 2, 5))
     hints = sx.Hints(args=(image(1, 3, 7, 20),), specs=specs(MESHES["2x2"]))
     with pytest.raises(sx.Error, match="too few rows or places") as caught:
         sx.parallelize(net.double(), MESHES["2x2"], hints, virtual=True)
-    assert caught.value.where == where and "larger example inputs" in str(caught.value) and not caplog.records
-
-
-@pytest.mark.long
-def test_what_a_single_row_is_made_of_is_named() -> None:
-    x = image(1, 3, 12, 10)
-    with pytest.warns(sx.ShardfxWarning, match="needs .* replicated: shards over h are gathered"):
-        trained(nn.Sequential(nn.Conv2d(3, 2, 3, padding=1), nn.Conv2d(2, 2, 9, 4)), x, MESHES["h2"])
+    assert caught.value.where == "1 (Conv2d)" and "larger example inputs" in str(caught.value) and not caplog.records
 
 
 # ---- what a rank reads -------------------------------------------------------------------------------------

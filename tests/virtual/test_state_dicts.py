@@ -15,7 +15,7 @@ from tests.captures import captured_once
 from .test_calls import F64, batch, mlp, parallel
 
 TP = {"args.0": "dp, -", "targets.0": "dp", "0.weight": "tp, -"}
-X, Y = batch()
+X, _ = batch()
 
 
 class Tied(nn.Module):

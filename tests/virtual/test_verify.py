@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.runtime.verify import numeric_check
@@ -153,26 +153,35 @@ CHANGED = 21
 class Net(nn.Module):
     """Tokens through two linears."""
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.embed, self.norm, self.drop = nn.Embedding(48, 8), nn.LayerNorm(8), nn.Dropout(dropout)
+        self.embed, self.norm = nn.Embedding(48, 8), nn.LayerNorm(8)
         self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.drop(F.gelu(self.up(self.norm(self.embed(x))))))
+        return self.down(F.gelu(self.up(self.norm(self.embed(x)))))
 
 
 @cache
-def changed_plan(dp: int = 8, tp: int = 3, dropout: float = 0.0, **hints: Any) -> sx.ParallelModule:
+def changed_plan(**hints: Any) -> sx.ParallelModule:
     torch.manual_seed(0)
-    x, y = torch.randint(48, (2 * dp, 3)), torch.randn(2 * dp, 3, 8, dtype=torch.float64)
+    x, y = torch.randint(48, (16, 3)), torch.randn(16, 3, 8, dtype=torch.float64)
     specs = {"args.0": "dp, -", "up.weight": "tp, -", "embed.weight": "tp, -"}
     given = sx.Hints(args=(x,), loss=F.mse_loss, targets=(y,), specs=specs, **hints)
-    return sx.parallelize(Net(dropout).double(), sx.Mesh(dp=dp, tp=tp), given, virtual=True)
+    return sx.parallelize(Net().double(), sx.Mesh(dp=8, tp=3), given, virtual=True)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.1)
+
+
+def with_relu(pm: sx.ParallelModule) -> tuple[fx.GraphModule, fx.Node]:
+    """The program of a rank with a relu for its gelu, which is given too."""
+    changed = pm.rank_module(CHANGED)
+    node = next(node for node in changed.graph.nodes if node.target is aten.gelu.default)
+    node.target = aten.relu.default
+    changed.recompile()
+    return changed, node
 
 
 NORM: dict[str, Any] = {"zero": 2, "zero_min_numel": 1, "optimizer": adamw, "clip_grad_norm": 1.0}
@@ -182,13 +191,10 @@ NORM: dict[str, Any] = {"zero": 2, "zero_min_numel": 1, "optimizer": adamw, "cli
 @pytest.mark.parametrize("hints", [{}, NORM], ids=["plain", "clip"])
 def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(hints: dict[str, Any]) -> None:
     pm = changed_plan(**hints)
-    changed = pm.rank_module(CHANGED)
-    gelu = next(node for node in changed.graph.nodes if node.target is aten.gelu.default)
-    gelu.target = aten.relu.default
-    changed.recompile()
+    changed, relu = with_relu(pm)
     verdict = pm.verify(modules={CHANGED: changed})
     assert verdict.status == "refuted" and verdict.fault is not None
-    assert verdict.fault.node == gelu.name and verdict.fault.rank == CHANGED
+    assert verdict.fault.node == relu.name and verdict.fault.rank == CHANGED
     with pytest.raises(sx.Error, match="of the model"):
         pm.use({CHANGED: changed})
 
@@ -197,13 +203,10 @@ def test_a_changed_program_of_many_ranks_is_refuted_with_numbers(hints: dict[str
 def test_a_changed_program_of_ranks_too_many_to_run_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     pm = changed_plan()
     monkeypatch.setattr(numeric_check, "MOST_CALLS", 12 * len(pm.planned.nodes))
-    changed = pm.rank_module(CHANGED)
-    gelu = next(node for node in changed.graph.nodes if node.target is aten.gelu.default)
-    gelu.target = aten.relu.default
-    changed.recompile()
+    changed, relu = with_relu(pm)
     verdict = pm.verify(modules={CHANGED: changed})
     assert verdict.status == "unknown" and verdict.fault is not None and "agrees" not in verdict.why
-    assert verdict.fault.node == gelu.name and verdict.fault.rank == CHANGED
+    assert verdict.fault.node == relu.name and verdict.fault.rank == CHANGED
 
 
 @pytest.mark.long
