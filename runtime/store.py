@@ -215,6 +215,12 @@ class Store:
     def _held_full(self, name: str) -> Tensor:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
+    def norm(self, grads: Mapping[str, Tensor], kind: float) -> Tensor:
+        """The norm of gradients of parameters, as they are stored, as one vector, in float64: each element of the global
+        model counts once. All ranks call it alike."""
+        norms = [torch.linalg.vector_norm(grad, kind).to(self.device, torch.float64) for grad in grads.values()]
+        return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
+
     def assemble(self, spec: Spec, shape: Sequence[int], own_shards: Sequence[Tensor]) -> Tensor:
         """The global tensor of a value that is placed by ``spec``. All ranks call it alike."""
         return Shards.of(spec, shape, self.mesh).join(own_shards)

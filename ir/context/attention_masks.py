@@ -63,11 +63,10 @@ def _is_seen(lowest: float, added: float) -> bool | None:
 
 def _grouped(bound: dict[str, Any]) -> dict[str, Any]:
     """The few heads of keys and values that are repeated for groups of query heads."""
-    found = [_few_heads(bound[name]) for name in ("key", "value")]
-    if found[0] is None or found[1] is None:
+    key, value = (_few_heads(bound[name]) for name in ("key", "value"))
+    if key is None or value is None or key[1] != value[1]:
         return {}
-    (key, many), (value, as_many) = found
-    return {"key": key, "value": value, "enable_gqa": True} if many == as_many else {}
+    return {"key": key[0], "value": value[0], "enable_gqa": True}
 
 
 def _few_heads(node: Any) -> tuple[fx.Node, int] | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -110,9 +110,14 @@ def true_where(value: Value | None) -> frozenset[Affine] | None:
 # ---- ops ----------------------------------------------------------------------------------------------------------
 
 
-def _range(shape: Shape, *bounds: Any, **_: Any) -> Value | None:
+EXACT = (None, torch.int64, torch.int32)
+"""Dtypes of positions, which others would round."""
+
+
+def _range(shape: Shape, *bounds: Any, dtype: torch.dtype | None = None, **_: Any) -> Value | None:
     start, step = (0 if len(bounds) < 2 else bounds[0]), (bounds[2] if len(bounds) > 2 else 1)
-    return Affine(start, (step,)) if all(isinstance(each, int) for each in (start, step)) else None
+    exact = dtype in EXACT and all(isinstance(each, int) for each in (start, step, *bounds))
+    return Affine(start, (step,)) if exact else None
 
 
 def _filled(number: int) -> Callable[..., Value]:
@@ -204,12 +209,12 @@ def _cast(shape: Shape, x: Value, *to: Any, dtype: torch.dtype | None = None, **
     dtype = next((each for each in to if isinstance(each, torch.dtype)), dtype)
     kind = bool if dtype is torch.bool else float if dtype is not None and dtype.is_floating_point else None
     if kind is None:
-        return x if dtype in (None, torch.int64, torch.int32) else None
+        return x if dtype in EXACT else None
     return mapped(x, kind)
 
 
 def _cumulative(shape: Shape, x: Value, dim: int, **_: Any) -> Value | None:
-    if not isinstance(x, Affine) or not x.is_constant:
+    if not isinstance(x, Affine) or not x.is_constant or not isinstance(x.start, int):
         return None
     number = int(x.start)
     return Affine(number, tuple(number if d == dim % len(shape) else 0 for d in range(len(shape))))
@@ -272,7 +277,6 @@ OPS: Mapping[str, Callable[..., Value | None]] = {
     "logical_not": _not,
     "where": _where,
     "masked_fill": _masked_fill,
-    "masked_fill_": _masked_fill,
     "tril": _triangle(1),
     "triu": _triangle(-1),
     "to": _cast,
@@ -317,7 +321,8 @@ def _view(name: str, shape: Shape, given: Shape, value: Value, *args: Any) -> Va
             order[a], order[b] = b, a
         return _moved(value, lambda each: Affine(each.start, tuple(each.steps[dim] for dim in order)))
     if name == "slice":
-        dim, start, _, step = (*args, *(0, 0, None, 1)[len(args) :])
+        options: list[Any] = [*args, *(0, 0, None, 1)[len(args) :]]
+        dim, start, _, step = options
         first = min(max((start or 0) + (given[dim] if (start or 0) < 0 else 0), 0), given[dim])
         return _moved(
             value,
@@ -340,8 +345,9 @@ class MaskReader:
 
     def __init__(self, graph: fx.Graph, known: Mapping[fx.Node, Value] | None = None) -> None:
         self.values: dict[fx.Node, Value] = dict(known or {})
+        written = _written(graph)
         for node in graph.nodes:
-            if node.op == "call_function" and (shape := _shape(node)) is not None:
+            if node.op == "call_function" and node not in written and (shape := _shape(node)) is not None:
                 found = self._read(node, shape)
                 if found is not None:
                     self.values[node] = simplified(found, shape)
@@ -352,13 +358,16 @@ class MaskReader:
         name = node.target._schema.name.removeprefix("aten::")
         if any(each not in self.values for each in node.all_input_nodes):
             return None
-        args, kwargs = fx.map_arg((node.args, node.kwargs), self.values.__getitem__)
+        read: Any = self.values.get
+        args, kwargs = (cast(Any, fx.map_arg(each, read)) for each in (node.args, node.kwargs))
         if name in OPS:
             return OPS[name](shape, *args, **kwargs)
         if name in ("cat", "diff"):
             return self._rows(name, node, shape, *args)
         if name == "index":
-            return _looked_up(*args)
+            places: Any = node.args[1]
+            least = [_least(each, value) for each, value in zip(places, args[1], strict=True)]
+            return None if None in least or min(least) < 0 else _looked_up(*args)
         if name == "gather":
             own = [Affine(0, tuple(int(d == dim) for d in range(len(shape)))) for dim in range(len(shape))]
             own[args[1]] = args[2]
@@ -370,14 +379,37 @@ class MaskReader:
     def _rows(self, name: str, node: fx.Node, shape: Shape, *args: Any) -> Value | None:
         """Of ``cat`` and ``diff`` what is affine."""
         if name == "cat":
-            shapes = [_shape(each) or () for each in node.all_input_nodes]
+            given: Any = node.args[0]
+            shapes = [_shape(each) or () for each in given]
             return _joined([*zip(args[0], shapes, strict=True)], args[1] if len(args) > 1 else 0)
-        x, count, dim, before, behind = (*args, *(None, 1, -1, None, None)[len(args) :])
+        options: list[Any] = [*args, *(None, 1, -1, None, None)[len(args) :]]
+        x, count, dim, before, behind = options
         parts = [(each, _shape(of[0]) or ()) for each, of in ((before, node.args[3:4]), (x, node.args[:1])) if each]
         if count != 1 or behind is not None:
             return None
         whole = _joined(parts, dim)
         return constant(whole.steps[dim], shape) if isinstance(whole, Affine) else None
+
+
+def _written(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that share memory with what an op of the graph writes into."""
+    bases: dict[fx.Node, fx.Node] = {}
+    written = set[fx.Node]()
+    for node in graph.nodes:
+        schema = node.target._schema if isinstance(node.target, torch._ops.OpOverload) else None
+        first = node.all_input_nodes[:1]
+        shares = schema is not None and first and any(each.alias_info is not None for each in schema.returns)
+        bases[node] = bases[first[0]] if shares else node
+        for argument, value in zip(schema.arguments, node.args, strict=False) if schema is not None else ():
+            if argument.is_write and isinstance(value, fx.Node):
+                written.add(bases[value])
+    return {node for node, base in bases.items() if base in written}
+
+
+def _least(node: Any, value: Any) -> Any:
+    """The least element of an index; None where it is not known."""
+    shape = _shape(node)
+    return value.bounds(shape)[0] if isinstance(value, Affine) and shape is not None else None
 
 
 def _shape(node: Any) -> Shape | None:

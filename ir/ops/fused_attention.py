@@ -295,9 +295,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
     """Attention, and the logsumexp of each query's scores."""
     causal, scale, p, *draw = _with_defaults(how, False, None, 0.0)
     q, k, v = _dense(q, k, v)
-    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else ()
+    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else []
     if len(box) == 4 and mask is None and keep is None:
-        return forward_from(box[2], q, k, v, lambda own, *kv: attention(q, *kv, None, own, scale))
+        return forward_from(box[2], q, k, v, lambda own, k, v: attention(q, k, v, None, own, scale))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
     return _forward_by(_kernel(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, keep, p)
 
@@ -313,9 +313,9 @@ def attention_backward(
     """The gradients of q, k, v and (if asked for) of the mask."""
     causal, scale, of_mask, p, *draw = _with_defaults(how, False, None, False, 0.0)
     grad, q, k, v, out = _dense(grad, q, k, v, out)
-    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else ()
+    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else []
     if len(box) == 4 and mask is None and keep is None:
-        backward = lambda own, *kv: attention_backward(grad, q, *kv, out, logsumexp, None, own, scale)  # noqa: E731
+        backward = lambda own, *kv: attention_backward(grad, q, kv[0], kv[1], out, logsumexp, None, own, scale)  # noqa: E731
         return backward_from(box[2], q, k, v, backward)
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
     kernel = "" if of_mask else _kernel(q, k, v, mask, causal, p)

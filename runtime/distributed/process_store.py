@@ -192,12 +192,8 @@ class ProcessStore(Store):
         return sent
 
     def norm(self, grads: Mapping[str, Tensor], kind: float) -> Tensor:
-        """The norm of gradients of parameters as one vector, of which this rank's shards are passed: each element of
-        the global model counts once. All ranks call it alike."""
-        mine = [DTensorShard.unwrap(grad) for name, grad in grads.items() if self._is_first(name)]
-        norms = [torch.linalg.vector_norm(each, kind).to(self.device, torch.float64) for each in mine]
-        total = torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
-        total, largest = total.to(self.device), kind == inf
+        mine = {name: DTensorShard.unwrap(grad) for name, grad in grads.items() if self._is_first(name)}
+        total, largest = super().norm(mine, kind).to(self.device), kind == inf
         total = total if largest else total**kind
         with ending_together("the norm of all gradients"):
             dist.all_reduce(total, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM)

@@ -47,6 +47,8 @@ MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "filled": (lambda: torch.zeros(T, T, dtype=F64).masked_fill(~causal(), -torch.inf), "causal"),
     "a window of all": (lambda: window(T), "causal"),
     "one document": (lambda: packed([T]), "causal"),
+    "filled in place": (lambda: torch.zeros(T, T, dtype=F64).masked_fill_(~causal(), -torch.inf), "dense"),
+    "last rows looked up": (lambda: causal()[torch.arange(T) - T // 2], "dense"),
     "ones": (lambda: torch.ones(T, T, dtype=torch.bool), "full"),
     "a window": (lambda: window(T - 1), "dense"),
     "two documents": (lambda: packed([2, T - 2]), "dense"),
