@@ -524,7 +524,8 @@ class FakeWeights:
 class UntracedByDynamo(Error):
     """Dynamo does not trace what torch.export may: what a tensor's content decides, be it made of nothing
     (``torch.arange(4).sum() > 3``), an intermediate that is made to require a gradient, one tensor that is passed twice
-    to an autograd function, ``checkpoint_sequential``, and code of a module that cannot be imported (of ``runpy``)."""
+    to an autograd function, ``checkpoint_sequential``, code of an installed library, and of a module that cannot be
+    imported (of ``runpy``)."""
 
 
 TAKEN_BY_EXPORT = re.compile("data.dependent|requires_grad|duplicate tensor input|checkpoint_sequential", re.IGNORECASE)
@@ -611,7 +612,9 @@ def _captured(call: TracedCall) -> Any:
     except (TorchDynamoException, PendingUnbackedSymbolNotFound, ImportError) as error:
         stack = getattr(error, "real_stack", None)
         why = str(error).partition("from user code")[0]
-        kind = UntracedByDynamo if isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(why) else Error
+        of_library = bool(stack) and stack[-1].filename.startswith(INSTALLED)
+        taken = of_library or isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(why)
+        kind = UntracedByDynamo if taken else Error
         raise kind(
             "Dynamo cannot trace the model and its loss as one graph",
             where=f"{stack[-1].filename}:{stack[-1].lineno}  {stack[-1].line}" if stack else None,
