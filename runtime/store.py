@@ -216,8 +216,8 @@ class Store:
         return self.parameters[name] if name in self.parameters else self.buffers[name]
 
     def norm(self, grads: Mapping[str, Tensor], kind: float) -> Tensor:
-        """The norm of gradients of parameters, as they are stored, as one vector, in float64: each element of the global
-        model counts once. All ranks call it alike."""
+        """The norm of stored gradients as one vector, in float64: each element of the global model counts once. All
+        ranks call it alike."""
         norms = [torch.linalg.vector_norm(grad, kind).to(self.device, torch.float64) for grad in grads.values()]
         return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros((), dtype=torch.float64)
 
