@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from shardfx.ir.capture.frontend.dynamo import TracedCall, trace_call
 from shardfx.ir.capture.frontend.model_preparation import without_weights
 from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.unfolding.unfold import unfolded
+from tests.reference import check_step
 
 X, Y = torch.randn(8, 6), torch.randn(8, 4)
 IDS = torch.randint(0, 4, (8,))
@@ -165,3 +167,21 @@ def test_replay_gives_the_users_objects_and_side_effects() -> None:
     assert model.mean is mean, "which a program writes into"
     again = trace_call(call)
     assert not trace.is_valid(call) and again.is_valid(call)
+
+
+def test_code_of_a_library_that_dynamo_does_not_trace_is_exported() -> None:
+    source = (
+        "import contextvars\nvalue = contextvars.ContextVar('value', default=2.0)\nscaled = lambda x: x * value.get()"
+    )
+    scope: dict[str, Any] = {"__name__": "a_library"}
+    exec(compile(source, f"{sysconfig.get_path('purelib')}/a_library.py", "exec"), scope)
+
+    class Net(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = scope["scaled"](super().forward(x))
+            return made
+
+    model, x = Net(8, 4).double(), torch.randn(6, 8, dtype=torch.float64)
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=lambda out: out.square().sum()))
+    check_step(pm, model, lambda out: out.square().sum(), (x,))
+    assert any("Dynamo does not trace the model" in note for note in pm.report().warnings)
