@@ -22,6 +22,8 @@ Backward = Callable[[bool, Tensor, Tensor], tuple[Tensor, ...]]
 
 def forward_from(first: int, q: Tensor, k: Tensor, v: Tensor, forward: Forward) -> tuple[Tensor, Tensor]:
     """Attention of queries ``[b h s e]``, from row ``first`` on, to all keys ``[b g t e]``."""
+    if first >= k.shape[2]:
+        return forward(False, k, v)
     own = slice(first, first + q.shape[2])
     out, logsumexp = forward(True, k[:, :, own], v[:, :, own])
     if not first:
@@ -35,7 +37,9 @@ def forward_from(first: int, q: Tensor, k: Tensor, v: Tensor, forward: Forward) 
 
 def backward_from(first: int, q: Tensor, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, ...]:
     """The gradients of :func:`forward_from`."""
-    end = first + q.shape[2]
+    if first >= k.shape[2]:
+        return backward(False, k, v)
+    end = min(first + q.shape[2], k.shape[2])
     grad_q, *grads = backward(True, k[:, :, first:end], v[:, :, first:end])[:3]
     if first:
         of_past, *past = backward(False, k[:, :, :first], v[:, :, :first])[:3]

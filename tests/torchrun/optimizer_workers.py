@@ -64,7 +64,7 @@ def torchs_optimizers_step_shards(name: str) -> None:
                 held = mine.state[p][key]
                 if isinstance(whole, Tensor) and whole.dim():
                     assert (held.placements, held.shape) == (p.placements, p.shape), (kind, path, key)
-                    assert rel_err(pm._state.store.full(path, [held]), whole) < 1e-9, (kind, path, key)
+                    assert rel_err(pm._state.store.full(path, held), whole) < 1e-9, (kind, path, key)
                 else:
                     assert held == whole, (kind, path, key)
         saved = pm.full_optimizer_state_dict(mine)

@@ -180,7 +180,7 @@ def checkpoints_move_between_plans(folder: str) -> None:
         same_state(other.full_state_dict(), state, 0.0)
         for (name, a), b in zip(pm.named_parameters(), other.parameters(), strict=True):
             old, new = mine.state[a]["exp_avg_sq"], optimizer.state[b]["exp_avg_sq"]
-            assert torch.equal(pm._state.store.full(name, [old]), other._state.store.full(name, [new])), name
+            assert torch.equal(pm._state.store.full(name, old), other._state.store.full(name, new)), name
 
 
 @worker

@@ -131,6 +131,28 @@ def test_causal_rows_of_a_rank(ranks: int) -> None:
     assert pm.verify()
 
 
+@pytest.mark.parametrize("keys", [3, 5, 7])
+def test_rows_and_keys_of_other_lengths(keys: int) -> None:
+    """Of rows behind all keys, too."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, length, 8, dtype=F64) for length in (T, keys, keys))
+    whole = torch.ops.shardfx.attention(q, k, v, None, True)
+    grad = torch.randn_like(q)
+    grads = torch.ops.shardfx.attention_backward(grad, q, k, v, *whole, None, True)
+    added = [torch.zeros_like(each) for each in (q, k, v)]
+    for first in range(0, T, 2):
+        rows, box = slice(first, first + 2), [0, 0, first, 0]
+        part = torch.ops.shardfx.attention(q[:, :, rows], k, v, None, True, box=box)
+        of_part = torch.ops.shardfx.attention_backward(
+            grad[:, :, rows], q[:, :, rows], k, v, *part, None, True, box=box
+        )
+        assert all(torch.allclose(mine, each[:, :, rows]) for mine, each in zip(part, whole, strict=True))
+        added[0][:, :, rows] = of_part[0]
+        added[1] += of_part[1]
+        added[2] += of_part[2]
+    assert all(torch.allclose(mine, each) for mine, each in zip(added, grads[:3], strict=True))
+
+
 @pytest.mark.parametrize("box", [[0, 0, 2, 0], [0, 0, 4, 0], []])
 def test_rows_that_stand_elsewhere_are_refuted(box: list[int]) -> None:
     pm, _, _ = by_rows(2)
