@@ -612,7 +612,7 @@ def _captured(call: TracedCall) -> Any:
     except (TorchDynamoException, PendingUnbackedSymbolNotFound, ImportError) as error:
         stack = getattr(error, "real_stack", None)
         why = str(error).partition("from user code")[0]
-        of_library = bool(stack) and stack[-1].filename.startswith(INSTALLED)
+        of_library = stack is not None and len(stack) > 0 and stack[-1].filename.startswith(INSTALLED)
         taken = of_library or isinstance(error, ImportError) or TAKEN_BY_EXPORT.search(why)
         kind = UntracedByDynamo if taken else Error
         raise kind(
