@@ -55,7 +55,8 @@ def main() -> None:
     model, ids = model_of(given.layers), torch.randint(0, 256, (2, 32))
     pm = sx.parallelize(model, sx.Mesh(dp=1), sx.Hints(args=(ids,), loss=loss, targets=(ids,)), virtual=True)
     ours, theirs = Inner(), Inner()
-    compiled = torch.compile(lambda ids, labels: loss(model(ids), labels), backend=lambda graph, _: theirs.timed(graph))
+    timed = lambda graph, _: theirs.timed(graph)  # noqa: E731
+    compiled = torch.compile(lambda ids, labels: loss(model(ids), labels), backend=timed, fullgraph=True)
     with mock.patch.object(ProgramRunner, "run", ours.timed(ProgramRunner.run)):
         for gradients in (False, True):
             found: list[tuple[float, float]] = []
