@@ -25,12 +25,12 @@ aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
 
 
-def simplify_attention(graph: fx.Graph, known: dict[fx.Node, Value] | None = None) -> None:
+def simplify_attention(graph: fx.Graph) -> None:
     """Simplify the attention calls of an exported graph."""
     calls = [node for node in graph.nodes if node.target is ATTENTION]
     if not calls:
         return
-    reader = MaskReader(graph, known)
+    reader = MaskReader(graph)
     for node in calls:
         bound = with_defaults(ATTENTION, node.args, node.kwargs)
         mask = bound["attn_mask"]
@@ -65,6 +65,9 @@ def _grouped(bound: dict[str, Any]) -> dict[str, Any]:
     """The few heads of keys and values that are repeated for groups of query heads."""
     key, value = (_few_heads(bound[name]) for name in ("key", "value"))
     if key is None or value is None or key[1] != value[1]:
+        return {}
+    few, many = (each.meta["val"].shape for each in (key[0], bound["query"]))
+    if len(few) != 4 or len(many) != 4 or many[1] != few[1] * key[1]:
         return {}
     return {"key": key[0], "value": value[0], "enable_gqa": True}
 

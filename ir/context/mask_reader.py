@@ -341,10 +341,10 @@ def _view(name: str, shape: Shape, given: Shape, value: Value, *args: Any) -> Va
 
 
 class MaskReader:
-    """Reads the values of a graph's nodes; ``known`` are those of placeholders."""
+    """Reads the values of a graph's nodes."""
 
-    def __init__(self, graph: fx.Graph, known: Mapping[fx.Node, Value] | None = None) -> None:
-        self.values: dict[fx.Node, Value] = dict(known or {})
+    def __init__(self, graph: fx.Graph) -> None:
+        self.values: dict[fx.Node, Value] = {}
         written = _written(graph)
         for node in graph.nodes:
             if node.op == "call_function" and node not in written and (shape := _shape(node)) is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .computing.library import places
@@ -40,12 +39,16 @@ def backward_from(first: int, q: Tensor, k: Tensor, v: Tensor, backward: Backwar
     if first >= k.shape[2]:
         return backward(False, k, v)
     end = min(first + q.shape[2], k.shape[2])
-    grad_q, *grads = backward(True, k[:, :, first:end], v[:, :, first:end])[:3]
+    grad_q, *own = backward(True, k[:, :, first:end], v[:, :, first:end])[:3]
+    grads = [torch.zeros_like(each) for each in (k, v)]
+    for grad, part in zip(grads, own, strict=True):
+        grad[:, :, first:end] = part
     if first:
         of_past, *past = backward(False, k[:, :, :first], v[:, :, :first])[:3]
         grad_q = grad_q + of_past
-        grads = [torch.cat(pair, 2) for pair in zip(past, grads, strict=True)]
-    return grad_q, *(F.pad(each, (0, 0, 0, k.shape[2] - end)) for each in grads), grad_q.new_empty(0)
+        for grad, part in zip(grads, past, strict=True):
+            grad[:, :, :first] = part
+    return grad_q, *grads, grad_q.new_empty(0)
 
 
 def box_places(shape: Sequence[int], box: Sequence[int], device: torch.device) -> Iterator[Tensor]:

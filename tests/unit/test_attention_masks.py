@@ -153,6 +153,29 @@ def test_rows_and_keys_of_other_lengths(keys: int) -> None:
     assert all(torch.allclose(mine, each) for mine, each in zip(added, grads[:3], strict=True))
 
 
+def test_gradients_of_keys_lie_in_memory_as_the_keys() -> None:
+    """As on one device: views of them are planned by that."""
+    q, k, v = (torch.randn(2, T, 4, 8, dtype=F64).transpose(1, 2) for _ in range(3))
+    out = torch.ops.shardfx.attention(q[:, :, 2:4], k, v, None, True, box=[0, 0, 2, 0])
+    given = torch.ones_like(out[0]), q[:, :, 2:4], k, v, *out
+    grads = torch.ops.shardfx.attention_backward(*given, None, True, box=[0, 0, 2, 0])
+    assert [each.stride() for each in grads[1:3]] == [k.stride(), v.stride()]
+
+
+class RowsRepeated(nn.Module):
+    """Attention without a dim of heads, whose rows of keys are repeated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = x.repeat_interleave(2, 1)
+        return F.scaled_dot_product_attention(x, k, k)
+
+
+def test_repeated_rows_are_no_heads() -> None:
+    x = torch.randn(2, T, 8, dtype=F64)
+    pm = sx.parallelize(RowsRepeated(), sx.Mesh(dp=2), sx.Hints(args=(x,), specs={"args.0": "dp, -, -"}), virtual=True)
+    assert torch.allclose(pm(x), RowsRepeated()(x))
+
+
 @pytest.mark.parametrize("box", [[0, 0, 2, 0], [0, 0, 4, 0], []])
 def test_rows_that_stand_elsewhere_are_refuted(box: list[int]) -> None:
     pm, _, _ = by_rows(2)

@@ -79,9 +79,9 @@ class DynamoTrace:
     tensors. ``has_loss``: there is a loss; ``keeps``: the code keeps outputs. ``others`` are, by source, the tensors
     that are no weights and no inputs, and numbers that are inputs of the graph. ``tree`` and ``leaves`` are the model's
     results as a pytree; ``code_names`` the names in the traced code; ``gradients`` whether they were enabled; ``code``
-    is what Dynamo generated around the graph. ``weights`` are outputs that are weights;
-    ``methods`` are those of the modules' classes, which
-    are not guarded, ``scopes`` the globals that the code names, and ``guarded_numbers`` the guards of numbers.
+    is what Dynamo generated around the graph. ``weights`` are outputs that are weights; ``methods`` those of the
+    modules' classes, which are not guarded, ``scopes`` the globals that the code names, and ``guarded_numbers`` the
+    guards of numbers.
     """
 
     graph: fx.GraphModule
