@@ -36,11 +36,12 @@ KEPT = 5
 """The largest size that is never shrunk: such sizes may have a meaning (three colours, two halves)."""
 SAME_RATIO = 4
 LARGEST = 400
-MOST_ELEMENTS = 20_000
+MOST_ELEMENTS = 50_000
 MOST_RANKS = 8
 ROWS = 6
 """The minimum number of rows of windowed dims."""
 SizeMap = Mapping[int, int]
+Shapes = Mapping[Value, tuple[int, ...]]
 
 
 # ---- nodes -----------------------------------------------------------------------------------------------------------
@@ -100,10 +101,11 @@ def _same_multiples(size: int, small: int, found: SizeMap) -> bool:
     return True
 
 
-def _resized(node: Node, sizes: SizeMap, exact: bool = False) -> Instance | None:
+def _resized(node: Node, sizes: SizeMap, exact: bool = False, shapes: Shapes | None = None) -> Instance | None:
     """The instance of a node in other sizes, on the first values that it accepts; None if its shapes do not match.
 
     Args:
+        shapes: of operands and results, where dims of one size become different ones; by ``sizes`` by default.
         exact: require high precision and non-zero results, which tell a right sharding from one that is off by little.
     """
     draw = torch.Generator().manual_seed(0)
@@ -116,7 +118,8 @@ def _resized(node: Node, sizes: SizeMap, exact: bool = False) -> Instance | None
             return None
 
         def tensor(value: Value, floats: Any = floats, dtype: torch.dtype | None = dtype) -> torch.Tensor:
-            shape, kind = tuple(sizes.get(s, s) for s in value.shape), value.type.dtype
+            shape = shapes[value] if shapes else tuple(sizes.get(s, s) for s in value.shape)
+            kind = value.type.dtype
             if kind.is_floating_point or kind.is_complex:
                 return of_dtype(floats, shape, dtype if dtype is not None and kind.is_floating_point else kind, draw)
             return torch.randint(0, 2, shape, generator=draw).to(kind)
@@ -126,7 +129,7 @@ def _resized(node: Node, sizes: SizeMap, exact: bool = False) -> Instance | None
             made = instance(node.op, args, {k: substitute(number(a), tensor) for k, a in node.kwargs.items()})
         except Exception:  # whatever the op says of its arguments
             continue
-        if _fits(made, node, sizes, exact):
+        if _fits(made, node, sizes, exact, shapes):
             keep_results(made.node, node)
             return made
     return None
@@ -136,7 +139,7 @@ def _is_coarse(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and torch.finfo(dtype).eps > 1e-5
 
 
-def _fits(made: Instance, node: Node, sizes: SizeMap, exact: bool) -> bool:
+def _fits(made: Instance, node: Node, sizes: SizeMap, exact: bool, shapes: Shapes | None) -> bool:
     """Whether the results have the node's shapes, in small sizes, and no NaN (``exact``: no infinity, not all zero)."""
     if len(made.results) != len(node.results):
         return False
@@ -146,7 +149,9 @@ def _fits(made: Instance, node: Node, sizes: SizeMap, exact: bool) -> bool:
             continue
         if result is None or result.is_meta or result.dim() != value.type.ndim:
             return False  # on meta: an op whose own arguments say so has no numbers to look at
-        if any(known.setdefault(s, small) != small for s, small in zip(value.shape, result.shape, strict=True)):
+        if shapes and shapes[value] != result.shape:
+            return False
+        if not shapes and any(known.setdefault(s, n) != n for s, n in zip(value.shape, result.shape, strict=True)):
             return False
         if result.is_floating_point():
             if exact and not (bool(torch.isfinite(result).all()) and bool((result != 0).any())):
@@ -193,8 +198,8 @@ def small_share(node: Node, entry: RuleEntry, mesh: Mesh) -> SmallShare | None:
             small_shardings[factor] = DimSharding(
                 sharding.axes, rows=Window(sizes[factor], 1, 1, min(low, -1), max(high, 1))
             )
-    for found in _ways_by_factors(node, rule, sizes):
-        of = _resized(node, found)
+    for found, shapes in _ways_by_factors(node, rule, sizes):
+        of = _resized(node, found, shapes=shapes)
         if of is None or _elements(of.node) > MOST_ELEMENTS:
             continue
         own = entry.make(of.node)
@@ -276,14 +281,22 @@ def _window_sizes(rule: ShardingRule, shardings: Mapping[str, DimSharding], mesh
     return found
 
 
-def _ways_by_factors(node: Node, rule: ShardingRule, sizes: Mapping[str, int]) -> Iterator[dict[int, int]]:
-    """Candidate maps from the node's sizes to small ones: of factors and dims, or of dims alone."""
-    dims: dict[int, int] = {}
+def _ways_by_factors(node: Node, rule: ShardingRule, sizes: Mapping[str, int]) -> Iterator[tuple[SizeMap, Shapes]]:
+    """Candidate maps from the node's sizes to small ones (of factors and dims, or of dims alone), and its small shapes.
+
+    Dims of one size may become different ones (64 samples, 64 heads of 8 groups) if no argument is that size.
+    """
+    shapes: dict[Value, tuple[int, ...]] = {}
+    dims: dict[int, set[int]] = {}
     places = (*rule.operands, *(dims for dims in rule.results if dims is not None))
     for value, factors_of in zip((*node.operands, *node.outs), places, strict=True):
-        for size, factors in zip(value.shape, factors_of, strict=True):
-            small = math.prod(sizes[f] for f in factors)
-            if dims.setdefault(size, small) != small:
-                return
-    yield {**{rule.sizes[f]: small for f, small in sizes.items()}, **dims}
-    yield dims
+        shape = tuple(math.prod(sizes[f] for f in factors) for factors in factors_of)
+        if shapes.setdefault(value, shape) != shape:
+            return
+        for size, small in zip(value.shape, shape, strict=True):
+            dims.setdefault(size, set()).add(small)
+    if any(len(dims.get(n, ())) > 1 for n in numbers((node.args, *node.kwargs.values()))):
+        return
+    of_dims = {size: min(small) for size, small in dims.items()}
+    yield {**{rule.sizes[f]: small for f, small in sizes.items()}, **of_dims}, shapes
+    yield of_dims, shapes

@@ -139,8 +139,22 @@ def losses_of_this_call(net: Any, x: Tensor) -> Tensor:
     return net.fc(x) + sum(net.kept)
 
 
+class Frozen(dict[str, float]):
+    """A config that refuses changes."""
+
+    def update(self, *given: Any, **more: Any) -> None:
+        raise RuntimeError("a config is final")
+
+    pop = clear = update
+
+
+def of_a_config(net: Any, x: Tensor) -> Tensor:
+    return net.fc(x) * net.kept["factor"]
+
+
 KEPT: dict[str, tuple[Code, Callable[[], object]]] = {
     "losses of this call": (losses_of_this_call, list),
+    "a config that refuses changes": (of_a_config, lambda: Frozen(factor=2.0)),
 }
 
 

@@ -70,6 +70,23 @@ def test_sharded_attention_equals_one_device(kind: str, mesh: sx.Mesh, specs: di
     check_step(pm, alone, loss, inputs(), bound=1e-10)
 
 
+def test_grouped_attention_at_scale_is_executed_small() -> None:
+    """Its rule is not assumed, also where there are as many samples as heads of some groups."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    class Attend(nn.Module):
+        forward = staticmethod(attend)
+
+    q, k = (torch.empty(64, heads, 4096, 128, device="meta", requires_grad=True) for heads in (64, 8))
+    specs = {"args.0": "dp, tp, -, -", "args.1": "dp, tp, -, -", "args.2": "dp, tp, -, -"}
+    pm = sx.parallelize(Attend(), sx.Mesh(dp=64, tp=8), sx.Hints(args=(q, k, k.clone()), loss=loss, specs=specs))
+    verdict = pm.verify()
+    assert verdict
+    assert not [each for each in verdict.assumptions if "attention" in each]
+
+
 ALONE = """
 import sys, torch
 sys.path.insert(0, {folder!r})

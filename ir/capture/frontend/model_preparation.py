@@ -125,7 +125,8 @@ def python_state_restored(model: nn.Module, loss: object = None, scopes: Scopes 
             elif isinstance(holder, dict):
                 for key in holder.keys() - was.keys():
                     del holder[key]
-                holder.update(was)
+                for key in (key for key, value in was.items() if holder.get(key, holder) is not value):
+                    holder[key] = was[key]  # a frozen one was not changed
             elif isinstance(holder, (set, deque)):
                 holder.clear()
                 (holder.extend if isinstance(holder, deque) else holder.update)(was)
@@ -151,17 +152,16 @@ def _note_state(value: Any, found: dict[int, tuple[Any, Any]]) -> None:
         return
     slots = [n for n in getattr(type(value), "__slots__", ()) if isinstance(n, str) and hasattr(value, n)]
     if isinstance(value, (list, dict, set, deque)):
-        found[id(value)] = value, copy.copy(value)
+        found[id(value)] = value, (dict if isinstance(value, dict) else set if isinstance(value, set) else list)(value)
     elif slots and not isinstance(value, tuple):
         found[id(value)] = value, {name: getattr(value, name) for name in slots}
         for name in slots:
             _note_state(getattr(value, name), found)
-    inside = value if isinstance(value, (list, dict, set, deque, tuple)) else getattr(value, "__dict__", ())
-    if isinstance(inside, dict) and inside is not value:
-        _note_state(inside, found)
-    elif inside is value:
-        for each in [*(inside.values() if isinstance(inside, dict) else inside)]:
+    if isinstance(value, (list, dict, set, deque, tuple)):
+        for each in [*(value.values() if isinstance(value, dict) else value)]:
             _note_state(each, found)
+    elif isinstance(inside := getattr(value, "__dict__", None), dict):
+        _note_state(inside, found)
 
 
 def _contents(cell: types.CellType) -> Iterator[Any]:
