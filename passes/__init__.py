@@ -1,7 +1,8 @@
 """Transformations of a graph: the passes, and the pipeline that runs them."""
 
-from .base import COMM_EXPLICIT, HINTED, SHARDED, Context, Pass, PassError
+from .base import COMM_EXPLICIT, HINTED, SHARDED, Pass, PassContext, PassError
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
+from .context_parallel import Context, ContextParallel
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_full_pipeline, run_passes, steps
@@ -12,8 +13,8 @@ from .stages import Loops, Pipeline, stages_as_planned
 from .unfold_repeats import UnfoldRepeats
 
 __all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "BucketComm"]
-__all__ += ["CastPlacement", "Context", "DuplicateViews", "Loops", "Offload", "Order", "Partition", "Pass", "PassError"]
-__all__ += ["Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate", "Recompute", "RematerializeCasts"]
-__all__ += ["RematerializeGathers", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats", "Zero", "arrange"]
-__all__ += ["check_order", "hint_value", "is_full_pipeline", "options_text", "parse_pass", "run_passes"]
-__all__ += ["stages_as_planned", "steps"]
+__all__ += ["CastPlacement", "Context", "ContextParallel", "DuplicateViews", "Loops", "Offload", "Order", "Partition"]
+__all__ += ["Pass", "PassContext", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate"]
+__all__ += ["Recompute", "RematerializeCasts", "RematerializeGathers", "Spatial", "SumPlacement", "TableRows"]
+__all__ += ["UnfoldRepeats", "Zero", "arrange", "check_order", "hint_value", "is_full_pipeline", "options_text"]
+__all__ += ["parse_pass", "run_passes", "stages_as_planned", "steps"]

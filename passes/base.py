@@ -20,7 +20,7 @@ from shardfx.ir.validate import COMM_EXPLICIT, SHARDED
 
 from .pass_text import options_of
 
-__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Context", "Pass", "PassError", "RuleCache", "check_requires"]
+__all__ = ["COMM_EXPLICIT", "HINTED", "SHARDED", "Pass", "PassContext", "PassError", "RuleCache", "check_requires"]
 __all__ += ["derived"]
 
 HINTED = "HINTED"
@@ -73,7 +73,7 @@ class RuleCache:
 
 
 @dataclass
-class Context:
+class PassContext:
     """The state that passes share besides the graph: nothing in it decides, but for the rules and the user's specs.
 
     Attributes:
@@ -132,7 +132,7 @@ class Pass(NamedPass):
     copies: ClassVar[bool] = False
     repeats: ClassVar[bool] = False
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         """Transform ``graph`` (through a Rewriter); returns whether it changed."""
         raise NotImplementedError
 

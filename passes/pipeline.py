@@ -15,8 +15,9 @@ from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph
 from shardfx.ir.validate import Validator
 
-from .base import Context, Pass, PassError, check_requires
+from .base import Pass, PassContext, PassError, check_requires
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
+from .context_parallel import ContextParallel
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
@@ -24,14 +25,18 @@ from .stages import Loops, Pipeline
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
-    *(BindHints, Propagate, Zero, CastPlacement, Reassociate, SumPlacement, Spatial, DuplicateViews, Partition),
-    *(UnfoldRepeats, Pipeline, Recompute, RematerializeGathers, RematerializeCasts, TableRows, BucketComm),
-    *(Loops, Order, Offload),
+    *(BindHints, Propagate, ContextParallel, Zero, CastPlacement, Reassociate, SumPlacement, Spatial),
+    *(DuplicateViews, Partition, UnfoldRepeats, Pipeline, Recompute, RematerializeGathers, RematerializeCasts),
+    *(TableRows, BucketComm, Loops, Order, Offload),
 )
 """The built-in passes, in the order in which they run."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
 ON_REQUEST = frozenset(
-    {"zero", "pipeline", "recompute", "rematerialize-gathers", "rematerialize-casts", "offload", "table-rows"}
+    each.name
+    for each in (
+        *(ContextParallel, Zero, Pipeline, Recompute, RematerializeGathers, RematerializeCasts, TableRows),
+        Offload,
+    )
 )
 """Those of them that are left out where nobody asks for them."""
 WHERE = "Hints(passes=...)"
@@ -114,7 +119,7 @@ def check_order(passes: Iterable[Pass], established: Iterable[str] = (), wanted:
 def run_passes(
     graph: Graph,
     passes: Iterable[Pass],
-    context: Context,
+    context: PassContext,
     on_pass: Callable[[Pass, Graph], None] | None = None,
     each_validated: bool = True,
 ) -> None:
@@ -124,7 +129,7 @@ def run_passes(
             on_pass(each, graph)
 
 
-def steps(graph: Graph, passes: Iterable[Pass], context: Context, each_validated: bool = True) -> Iterator[Pass]:
+def steps(graph: Graph, passes: Iterable[Pass], context: PassContext, each_validated: bool = True) -> Iterator[Pass]:
     """Run ``passes`` over ``graph`` one by one; yields each when it has run and the graph was validated.
 
     Where not ``each_validated``, it is validated behind the last one, and behind somebody's own: enough to know that

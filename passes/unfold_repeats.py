@@ -21,7 +21,7 @@ from shardfx.ir.repeat import Repeat
 from shardfx.ir.unfolding.twin import BlockTwin, Unfolded
 from shardfx.ir.unfolding.unfold import unfold
 
-from .base import Context, Pass
+from .base import Pass, PassContext
 
 PLANNED_WHOLE = "repeated blocks were planned one by one, which takes longer"
 
@@ -37,7 +37,7 @@ class UnfoldRepeats(Pass):
     name: ClassVar[str] = "unfold-repeats"
     copies: ClassVar[bool] = True
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         if not graph.repeats:
             return False
         unfolded = unfold(graph, _gone(graph))

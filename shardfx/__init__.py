@@ -21,7 +21,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rule_checks import check_rule
-from shardfx.passes import Offload, Pass, Pipeline, Recompute
+from shardfx.passes import Context, Offload, Pass, Pipeline, Recompute
 from shardfx.passes.rank import RankPass
 from shardfx.plan import Plan
 from shardfx.runtime.verify.verdict import Verdict
@@ -35,6 +35,7 @@ from .op_strategies import strategies
 passes.default_passes, passes.default_rank_passes = default_passes, default_rank_passes  # type: ignore[attr-defined]
 
 __all__ = [
+    "Context",
     "Error",
     "Hints",
     "Link",

@@ -27,13 +27,16 @@ from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.passes import (
-    BUILT_IN,
     COMM_EXPLICIT,
+    ORDER,
     BucketComm,
     Context,
+    ContextParallel,
     Loops,
     Offload,
     Pass,
+    PassContext,
+    Pipeline,
     Propagate,
     Recompute,
     RematerializeCasts,
@@ -70,7 +73,7 @@ def default_passes(hints: Hints) -> tuple[Pass, ...]:
     """
     custom = as_passes(hints.passes)
     asked = _asked(hints)
-    passes = arrange([each for name, kind in BUILT_IN.items() for each in asked.get(name, (kind(),))], custom)
+    passes = arrange([each for kind in ORDER for each in asked.get(kind, (kind(),))], custom)
     if is_full_pipeline(custom):
         for each in fields(hints):
             if each.name in OPTIONS and getattr(hints, each.name) != each.default:
@@ -93,8 +96,9 @@ OPTIONS = {
 """The hints that are options of passes."""
 
 
-def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
+def _asked(hints: Hints) -> dict[type[Pass], tuple[Pass, ...]]:
     """The built-in passes that hints configure; None for those that they do not ask for."""
+    contexts = [each for each in as_said(hints).specs.values() if isinstance(each, Context)]
     axes = (hints.zero_axis,) if isinstance(hints.zero_axis, str) else tuple(hints.zero_axis)
     away = tuple(left for each in offloads(hints) for left in each.without("rows"))
     tables = tuple(TableRows(each.modules, each.min_numel) for each in offloads(hints) if "rows" in each.whats)
@@ -104,16 +108,17 @@ def _asked(hints: Hints) -> dict[str, tuple[Pass, ...]]:
     names = tuple(each for each in requested if isinstance(each, str))
     again = (Recompute(names if len(names) > 1 else names[0]),) if names else ()
     return {
-        "propagate": (Propagate(strict=hints.strict),),
-        "bucket-comm": (BucketComm(mb=hints.bucket_mb),),
-        "zero": (Zero(hints.zero, axes, hints.zero_min_numel),) if hints.zero else (),
-        "pipeline": () if hints.pipeline is None else (hints.pipeline,),
-        "rematerialize-gathers": (RematerializeGathers(),) if hints.zero == 3 else (),
-        "rematerialize-casts": (RematerializeCasts(),) if hints.mixed_precision is not None and hints.zero < 3 else (),
-        "recompute": (*again, *(each for each in requested if isinstance(each, Recompute))),
-        "table-rows": tables,
-        "iterations": (Loops(fetch=hints.zero == 3, strict=hints.strict),),
-        "offload": tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
+        Propagate: (Propagate(strict=hints.strict),),
+        ContextParallel: (ContextParallel(),) if contexts else (),
+        BucketComm: (BucketComm(mb=hints.bucket_mb),),
+        Zero: (Zero(hints.zero, axes, hints.zero_min_numel),) if hints.zero else (),
+        Pipeline: () if hints.pipeline is None else (hints.pipeline,),
+        RematerializeGathers: (RematerializeGathers(),) if hints.zero == 3 else (),
+        RematerializeCasts: (RematerializeCasts(),) if hints.mixed_precision is not None and hints.zero < 3 else (),
+        Recompute: (*again, *(each for each in requested if isinstance(each, Recompute))),
+        TableRows: tables,
+        Loops: (Loops(fetch=hints.zero == 3, strict=hints.strict),),
+        Offload: tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }
 
 
@@ -293,7 +298,7 @@ def plan_graph(
     rules: RuleBook,
     passes: tuple[Pass, ...],
     on_pass: Callable[[Pass, Graph], None] | None = None,
-) -> tuple[Graph, Context]:
+) -> tuple[Graph, PassContext]:
     """Plan a copy of the captured graph; returns it with the passes' context.
 
     Equal blocks are planned once. Where a hint tells them apart, or they come out planned apart, all of them are
@@ -336,10 +341,12 @@ def own_constants(graph: Graph) -> Graph:
     return graph
 
 
-def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> Context:
+def new_context(hints: Hints, graph: Graph, rules: RuleBook) -> PassContext:
     """The initial context of the passes."""
     hints = as_said(hints)
     each = hints.reduce == "each" or (hints.reduce == "auto" and hints.zero >= 2)
     specs = specs_in_iterations(graph.mesh, hints)
     machine = Machine.of(hints.machine)
-    return Context(rules, Redistribution(graph.mesh, each), specs=specs, strategies=hints.strategies, machine=machine)
+    return PassContext(
+        rules, Redistribution(graph.mesh, each), specs=specs, strategies=hints.strategies, machine=machine
+    )

@@ -8,7 +8,7 @@ from functools import cached_property
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.unfolding.unfold import unfolded
-from shardfx.passes import Context, Pass
+from shardfx.passes import Pass, PassContext
 from shardfx.runtime.distributed.peers import Subjects, subjects
 
 from .hints import Hints
@@ -21,7 +21,7 @@ class Compiled:
     hints: Hints
     captured: Captured
     after: Graph
-    context: Context
+    context: PassContext
     passes: tuple[Pass, ...]
 
     def subjects(self) -> Subjects:

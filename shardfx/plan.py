@@ -34,6 +34,7 @@ from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
+from shardfx.passes.context_parallel import Context
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.schedules.accumulate import specs_in_iterations
 
@@ -287,6 +288,9 @@ def _hints_of(compiled: Compiled) -> tuple[dict[str, str], dict[str, str]]:
     results = {path: values[-1].shape for path, values in module_outputs(graph).items()}
     said, hinted = dict[str, str](), dict[str, str]()
     for text, hint in specs_in_iterations(graph.mesh, hints).items():
+        if isinstance(hint, Context):
+            said[text] = hint.text
+            continue
         matches = pattern(text).fullmatch
         named = [shape for name, shape in shapes.items() if matches(name)]
         modules = {path: shape for path, shape in results.items() if not named and matches(path)}
@@ -298,9 +302,9 @@ def _hints_of(compiled: Compiled) -> tuple[dict[str, str], dict[str, str]]:
     return said, hinted
 
 
-def _read(text: str, mesh: Mesh) -> str | Spec:
+def _read(text: str, mesh: Mesh) -> str | Spec | Context:
     """Read a hint that ``_hints_of`` wrote."""
-    return parse_spec(text, mesh)[1] if text.startswith("[") else text
+    return Context.of_text(text) or (parse_spec(text, mesh)[1] if text.startswith("[") else text)
 
 
 def fingerprint(graph: Graph) -> str:

@@ -11,7 +11,7 @@ import torch
 import shardfx as sx
 from shardfx.ir.graph import Graph, InputKind, Output, OutputKind
 from shardfx.ir.rewriter import Rewriter
-from shardfx.passes import Context
+from shardfx.passes import PassContext
 
 aten = torch.ops.aten
 Change = Callable[[Graph], bool]
@@ -24,7 +24,7 @@ class Changes(sx.Pass):
     name: ClassVar[str] = "changes"
     change: Change = lambda graph: False
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         return self.change(graph)
 
 

@@ -295,7 +295,8 @@ def _ways_by_factors(node: Node, rule: ShardingRule, sizes: Mapping[str, int]) -
             return
         for size, small in zip(value.shape, shape, strict=True):
             dims.setdefault(size, set()).add(small)
-    if any(len(dims.get(n, ())) > 1 for n in numbers((node.args, *node.kwargs.values()))):
+    ambiguous = {size for size, small in dims.items() if len(small) > 1}
+    if ambiguous.intersection(numbers((node.args, *node.kwargs.values()))):
         return
     of_dims = {size: min(small) for size, small in dims.items()}
     yield {**{rule.sizes[f]: small for f, small in sizes.items()}, **of_dims}, shapes

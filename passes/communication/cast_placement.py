@@ -17,7 +17,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase
 from shardfx.ir.ops.traits import is_cast, narrows
 from shardfx.ir.rules.strategy import REDUCE_AFTER, as_placed
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.base import SHARDED, Pass, PassContext
 from shardfx.passes.update_placement import as_made
 
 
@@ -28,7 +28,7 @@ class CastPlacement(Pass):
     name: ClassVar[str] = "cast-placement"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         users, changed = graph.users(), False
         for inp in graph.of_kind(InputKind.PARAMETER):
             for node in users[inp.value]:
@@ -46,7 +46,7 @@ class CastPlacement(Pass):
         return changed
 
 
-def _place(node: Node, spec: Spec, context: Context) -> bool:
+def _place(node: Node, spec: Spec, context: PassContext) -> bool:
     """Compute a cast on its tensor as it is placed so; says whether it was otherwise."""
     made = as_placed(context.cache.rule(node), node, context.planner.mesh, lambda value: spec)
     changed = made != node.strategy

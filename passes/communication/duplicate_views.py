@@ -18,7 +18,7 @@ from shardfx.ir.graph import Graph, Node, Output, Strategy, Value
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.base import SHARDED, Pass, PassContext
 
 Uses = dict[Spec, list[tuple[Node | Output, int]]]
 """By placement, who needs a value so, and as which operand."""
@@ -31,7 +31,7 @@ class DuplicateViews(Pass):
     name: ClassVar[str] = "duplicate-views"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         users, rewriter = graph.users(), Rewriter(graph)
         asked: dict[Value, Uses] = {}
         for output, spec in graph.output_specs().items():
@@ -50,14 +50,14 @@ class DuplicateViews(Pass):
         return changed
 
 
-def _moves(node: Node, context: Context) -> bool:
+def _moves(node: Node, context: PassContext) -> bool:
     entry = context.rules.entry(node.op)
     if entry is None or len(node.results) != 1 or len(node.operands) != 1 or node.outs[0].hint is not None:
         return False
     return entry.free and node.operands[0].type.numel == node.outs[0].type.numel
 
 
-def _copies(node: Node, asked: Uses, context: Context, rewriter: Rewriter) -> list[Node]:
+def _copies(node: Node, asked: Uses, context: PassContext, rewriter: Rewriter) -> list[Node]:
     """One node per placement that users ask for; the node itself serves those that no copy can."""
     rule, value, made = context.cache.rule(node), node.outs[0], [node]
     for spec, users in asked.items():
@@ -78,7 +78,7 @@ def _copies(node: Node, asked: Uses, context: Context, rewriter: Rewriter) -> li
     return made
 
 
-def _strategy_for(rule: ShardingRule, spec: Spec, node: Node, context: Context) -> Strategy | None:
+def _strategy_for(rule: ShardingRule, spec: Spec, node: Node, context: PassContext) -> Strategy | None:
     """The strategy by which a one-operand move gives its result as ``spec``, if there is one; not in rows that overlap,
     which are exchanged last."""
     if any(sharding.rows is not None for sharding in spec.dims):

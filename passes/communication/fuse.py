@@ -25,7 +25,7 @@ from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import is_cast, uncast
 from shardfx.ir.rewriter import Rewriter
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass, derived
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext, derived
 
 FUSED = (comm.all_gather, comm.all_reduce, comm.reduce_scatter)
 PARTS, FINER, LEAST = 4, 16, 1e6
@@ -59,7 +59,7 @@ class BucketComm(Pass):
 
     mb: float = 25.0
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         if self.mb <= 0:
             return False
         _defer_casts(graph)

@@ -19,7 +19,7 @@ from typing import ClassVar
 from shardfx.ir.graph import Graph, Node, Phase, Value
 from shardfx.ir.ops.sends import is_comm, sends
 from shardfx.ir.ops.traits import is_view, narrows
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext
 from shardfx.passes.pass_text import check_options
 
 
@@ -35,7 +35,7 @@ class Order(Pass):
     def __post_init__(self) -> None:
         check_options(self, ahead=0)
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         before = graph.nodes
         graph.nodes = _Places(graph, self.ahead).ordered()
         graph.rename()

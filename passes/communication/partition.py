@@ -20,7 +20,7 @@ from shardfx.ir.ops.redistribute import CommStep, Redistribution
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, SHARDED, Pass, PassContext
 
 Needs = dict[Spec, dict[Node | Output, list[int]]]
 """By placement, who needs a value so, and as which operands."""
@@ -34,7 +34,7 @@ class Partition(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
     establishes: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         needs: dict[Value, Needs] = {}
         for node in graph.nodes:
             assert node.strategy is not None

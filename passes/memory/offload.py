@@ -27,7 +27,7 @@ from shardfx.ir.ops.comm import send
 from shardfx.ir.ops.pools.pool_ops import moves_pool, to_device, to_disk, to_host
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.ir.rewriter import Rewriter
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext
 from shardfx.passes.pass_text import check_options
 
 from .module_patterns import matching_modules, matching_ops
@@ -104,7 +104,7 @@ class Offload(Pass):
         left = tuple(each for each in self.whats if each != what)
         return (replace(self, what=left),) if left else ()
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         changed, trains = False, any(output.kind is OutputKind.GRADIENT for output in graph.outputs)
         for what in self.whats:
             if what == ROWS:  # a pass of its own, that stands before collectives are bucketed

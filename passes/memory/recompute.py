@@ -28,7 +28,7 @@ from shardfx.ir.ops import comm
 from shardfx.ir.ops.sends import fetched, is_comm
 from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.ir.rewriter import Rewriter, dead_code
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext
 from shardfx.passes.pass_text import check_options
 
 from .module_patterns import joined, matching_modules, matching_ops, successive
@@ -74,7 +74,7 @@ class Recompute(Pass):
     def __post_init__(self) -> None:
         check_options(self, WHERE, count=0, skip=0, segment=1)
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         of = matching_modules(graph, self.modules, self.skip, self.count, where=WHERE)
         if not of:
             return False
@@ -107,7 +107,7 @@ class RematerializeGathers(Pass):
     name: ClassVar[str] = "rematerialize-gathers"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         return Recomputation(graph, fetched(graph).__contains__).run()
 
 
@@ -119,7 +119,7 @@ class RematerializeCasts(Pass):
     name: ClassVar[str] = "rematerialize-casts"
     requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         known = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
         for node in graph.nodes:
             simple = node.phase is Phase.FORWARD and (narrows(node) or is_view(node))

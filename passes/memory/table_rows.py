@@ -32,7 +32,7 @@ from shardfx.ir.ops.pools.transfer import HOST
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import is_cast, is_view
 from shardfx.ir.rewriter import Rewriter
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext
 
 from .module_patterns import matching_modules
 
@@ -68,7 +68,7 @@ class TableRows(Pass):
     modules: str | Sequence[str] = "**"
     min_numel: int = 2**14
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         tables = list(self._tables(graph))
         loops = [axis.name for axis in graph.mesh.axes if axis.loop]
         if tables and loops:

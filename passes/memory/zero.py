@@ -20,7 +20,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.traits import narrows
 from shardfx.ir.reasons import ShardingDecision
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.base import SHARDED, Pass, PassContext
 from shardfx.passes.update_placement import place_update
 
 
@@ -41,7 +41,7 @@ class Zero(Pass):
     axes: tuple[str, ...] = ("dp",)
     least: int = 2**14
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         for axis in self.axes:
             if graph.mesh[axis].loop or self.axes.count(axis) > 1:
                 what, got = f"parameters cannot be stored sharded over {axis!r}", ", ".join(self.axes)

@@ -25,7 +25,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import HINTED, Context, Pass, RuleCache
+from shardfx.passes.base import HINTED, Pass, PassContext, RuleCache
+from shardfx.passes.context_parallel import Context
 
 from .op_hints import pin_nodes
 from .seeds import BY_PASS, as_used, data_axes
@@ -41,7 +42,7 @@ class BindHints(Pass):
     name: ClassVar[str] = "bind-hints"
     establishes: ClassVar[frozenset[str]] = frozenset({HINTED})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         bound = named_values(graph, context)
         for value, (spec, name) in bound.items():
             value.hint, value.hinted_by = spec, name
@@ -51,7 +52,7 @@ class BindHints(Pass):
         return pin_nodes(graph, context) or bool(bound)
 
 
-def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Container[Value]) -> None:
+def store(graph: Graph, parameters: Iterable[Value], context: PassContext, exact: Container[Value]) -> None:
     """Split the hints of parameters into stored placements (of a fused one by its parts), and compute placements.
 
     Args:
@@ -78,7 +79,7 @@ def store(graph: Graph, parameters: Iterable[Value], context: Context, exact: Co
         value.hint = as_used(value.spec, data, value, mesh)
 
 
-def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context) -> bool:
+def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: PassContext) -> bool:
     """Hint a value on behalf of a pass before ``propagate``; False if it has a hint, which stands.
 
     Args:
@@ -100,7 +101,7 @@ def hint_value(graph: Graph, value: Value, spec: Any, by: Pass, context: Context
     return True
 
 
-def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]]:
+def named_values(graph: Graph, context: PassContext) -> dict[Value, tuple[Spec, str]]:
     """The user's hint of each value.
 
     Raises:
@@ -111,6 +112,8 @@ def named_values(graph: Graph, context: Context) -> dict[Value, tuple[Spec, str]
     modules = module_outputs(graph)
     bound: dict[Value, tuple[Spec, str]] = {}
     for text, hint in context.specs.items():
+        if isinstance(hint, Context):
+            continue  # of an op: see context-parallel
         matches = pattern(text).fullmatch
         hits = {names[n]: inputs[names[n]].value for n in names if matches(n)}
         values = list(hits.values()) or [v for m, vs in modules.items() if matches(m) for v in vs]

@@ -19,7 +19,7 @@ from shardfx.ir.graph import FactorAxes, Graph, Node, Phase, Pin, factors_text, 
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.traits import is_heavy, is_own
 from shardfx.ir.rules.sharding_rule import rule_text
-from shardfx.passes.base import Context
+from shardfx.passes.base import PassContext
 
 from .decompose import Decomposer
 from .pins import check_names, check_pin
@@ -28,7 +28,7 @@ WHERE = "Hints(strategies=...)"
 FACTOR = re.compile(r"\s*([^\s{}]+)\s*\{([^{}]*)\}")
 
 
-def pin_nodes(graph: Graph, context: Context) -> bool:
+def pin_nodes(graph: Graph, context: PassContext) -> bool:
     """Write ``context.strategies`` onto the nodes that they name, as pins; returns whether there were any.
 
     Raises:
@@ -59,7 +59,7 @@ def _disagree(one: Pin, two: Pin, node: Node) -> Error:
 
 
 def _named(
-    graph: Graph, text: str, said: FactorAxes, context: Context, decomposer: Decomposer
+    graph: Graph, text: str, said: FactorAxes, context: PassContext, decomposer: Decomposer
 ) -> Iterator[tuple[Node, str]]:
     """The nodes that a hint names, and the op where it is a part of the node's."""
     path, op = (part.strip() for part in text.partition(":")[::2])

@@ -21,7 +21,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, op_name
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import HINTED, SHARDED, Context, Pass
+from shardfx.passes.base import HINTED, SHARDED, Pass, PassContext
 from shardfx.passes.replicated_spatial_ops import report_replicated_space
 from shardfx.passes.update_placement import place_update
 
@@ -48,14 +48,14 @@ class Propagate(Pass):
 
     strict: bool = field(default=False, metadata={"help": "an op without a rule is an error"})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         self._place(graph, context)
         place_update(graph, context.cache, {})
         self._report_missing(graph, context)
         report_replicated_space(graph, context.cache, self.strict)
         return True
 
-    def _place(self, graph: Graph, context: Context) -> None:
+    def _place(self, graph: Graph, context: PassContext) -> None:
         decomposer, state = Decomposer(context.rules), ShardingState(graph, context.cache)
         propagation = Propagation(state, Conflicts(state, context.planner))
         propagation.seed(seeds_of(graph))
@@ -72,7 +72,7 @@ class Propagate(Pass):
             graph.reasons.add(made)
         graph.rename()
 
-    def _report_missing(self, graph: Graph, context: Context) -> None:
+    def _report_missing(self, graph: Graph, context: PassContext) -> None:
         """Report, once per op, that its rule was discovered, or that it has none."""
         known = {node: context.cache.known(node) for node in graph.nodes}
         for node in _first_of_each_op(node for node, found in known.items() if found.source == "discovered"):

@@ -37,7 +37,7 @@ from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value, op_name
 from shardfx.ir.rewriter import Rewriter, dead_code
 from shardfx.ir.rules.strategy import REDUCE_AFTER, factor_shardings, partial_operands
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import SHARDED, Context, Pass, derived
+from shardfx.passes.base import SHARDED, Pass, PassContext, derived
 from shardfx.passes.finite import Factors
 
 from .propagate import scattered
@@ -56,7 +56,7 @@ class Reassociate(Pass):
     name: ClassVar[str] = "reassociate"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         users, rewriter = graph.users(), Rewriter(graph)
         kept = _fixed(graph)
         inner: set[Node] = set()
@@ -101,7 +101,7 @@ def _terms(node: Node, users: dict[Value, list[Node]], kept: Container[Value], i
     return terms
 
 
-def _partial(value: Value, context: Context) -> tuple[tuple[str, str], ...]:
+def _partial(value: Value, context: PassContext) -> tuple[tuple[str, str], ...]:
     """The axes over which a value is partial where it is made; seen through ops that only move elements."""
     maker = value.node
     while maker is not None and len(maker.operands) == 1 and context.cache.rule(maker).moves_only:
@@ -136,14 +136,14 @@ class SumPlacement(Pass):
     name: ClassVar[str] = "sum-placement"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         return _Sums(graph, context).run()
 
 
 class _Sums:
     """Chooses where to reduce, one mesh axis after the other, and writes it on the nodes."""
 
-    def __init__(self, graph: Graph, context: Context) -> None:
+    def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, self.context, self.users = graph, context, graph.users()
         self.rules = {node: context.cache.rule(node) for node in graph.nodes}
         self.factors = Factors.of(graph, context.cache)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from shardfx.ir.graph import Graph
-from shardfx.passes.base import SHARDED, Context, Pass
+from shardfx.passes.base import SHARDED, Pass, PassContext
 from shardfx.passes.pass_text import check_options
 from shardfx.passes.replicated_spatial_ops import space_axes
 
@@ -47,7 +47,7 @@ class Spatial(Pass):
     def __post_init__(self) -> None:
         check_options(self)
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         never = TrialPlacement(PlacementCosts(graph, context))
         if self.leave is not None:
             never, said = left(never, self.leave, space_axes(graph))

@@ -14,14 +14,14 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import FactorShardings, factor_shardings, partial_operands
 from shardfx.ir.shards import has_rows
 from shardfx.ir.spec import Spec
-from shardfx.passes.base import Context
+from shardfx.passes.base import PassContext
 
 
 class PlacementCosts:
     """The cost model of placements of a graph, in which every node has a strategy: the mesh's links, and costs of nodes
     on the target machine."""
 
-    def __init__(self, graph: Graph, context: Context) -> None:
+    def __init__(self, graph: Graph, context: PassContext) -> None:
         self.graph, self.context, self.users = graph, context, graph.users()
         self.prices = NodeCosts(graph.mesh, context.rules)
         self.outputs: dict[Value, list[Spec]] = {}

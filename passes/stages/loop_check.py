@@ -22,7 +22,7 @@ from shardfx.ir.ops.sends import EACH_ITERATION
 from shardfx.ir.ops.traits import is_heavy, uncast
 from shardfx.ir.program.loops.loop_nest import PlannedLoop, crossing_use, loop_axes, loop_nest
 from shardfx.ir.program.lower import select
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass, derived
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext, derived
 
 WORTH_SAYING = 0.01
 """Of all FLOPs that are done in loops, the share from which on what is done twice is said."""
@@ -43,7 +43,7 @@ class Loops(Pass):
     fetch: bool = False
     strict: bool = False
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         if not loop_axes(graph.mesh):
             return False
         stored, gathers = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}, []

@@ -25,7 +25,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.schedule import COSTS, Costs, Pipelined, Schedule, check_schedule
 from shardfx.ir.schedule.actions import WORD as ACTION
-from shardfx.passes.base import COMM_EXPLICIT, Context, Pass
+from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext
 from shardfx.passes.pass_text import check_options
 
 from .assignment import OF_WEIGHTS, Assignment, At
@@ -78,7 +78,7 @@ class Pipeline(Pass):
             object.__setattr__(self, "schedule", str(value))
         check_options(self, stages_per_rank=1, max_in_flight=1)
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         self._check(graph)
         count = graph.mesh[self.axis].size * self.stages_per_rank
         own = ModelBlocks(graph).stage_of(self.stages, count)

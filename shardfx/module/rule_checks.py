@@ -21,7 +21,7 @@ from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import rule_text
 from shardfx.ir.rules.template import Template
-from shardfx.passes.base import Context
+from shardfx.passes.base import PassContext
 from shardfx.runtime.verify.fault import Fault, place
 from shardfx.runtime.verify.verdict import Status, Verdict, text
 
@@ -36,7 +36,7 @@ ASSUMPTIONS = (
 """What a proof assumes; README has the same words."""
 
 
-def check_own_rules(graph: Graph, context: Context, own: Sequence[RuleEntry]) -> None:
+def check_own_rules(graph: Graph, context: PassContext, own: Sequence[RuleEntry]) -> None:
     """Execute the strategies of a plan that come from ``Hints(rules=...)``.
 
     Raises:
@@ -52,7 +52,7 @@ def check_own_rules(graph: Graph, context: Context, own: Sequence[RuleEntry]) ->
         )
 
 
-def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
+def with_rules(verdict: Verdict, graph: Graph, context: PassContext) -> Verdict:
     """The verdict on a planned graph, combined with the execution of its rules: a wrong rule makes it false."""
     if not verdict:
         return verdict
@@ -72,7 +72,7 @@ def with_rules(verdict: Verdict, graph: Graph, context: Context) -> Verdict:
     return replace(verdict, status=Status.REFUTED, why=text(fault), fault=fault, programs=())
 
 
-def _checked(graph: Graph, context: Context, own: Sequence[RuleEntry] | None = None) -> PlanChecked:
+def _checked(graph: Graph, context: PassContext, own: Sequence[RuleEntry] | None = None) -> PlanChecked:
     on_ranks = replace(graph, mesh=loops_as_ranks(graph.mesh))
     return check_plan(on_ranks, context.rules, default_rules(), only=own)
 

@@ -22,7 +22,7 @@ from shardfx.ir.graph import Graph, Where
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text import parse_graph, print_graph
-from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Pass
+from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Pass, PassContext
 from shardfx.passes.pass_text import parse_pass
 
 FOLDER = Path(__file__).parent
@@ -94,10 +94,11 @@ def after(each: Pass, text: str) -> str:
     return printed(graph)
 
 
-def given(graph: Graph, text: str) -> Context:
+def given(graph: Graph, text: str) -> PassContext:
     """What the passes begin with: the hints that a text names."""
     specs, shardings = (dict(kind.findall(text)) for kind in (HINT, SHARDING))
-    return Context(default_rules(), Redistribution(graph.mesh), specs=specs, strategies=shardings)
+    specs = {name: Context.of_text(spec) or spec for name, spec in specs.items()}
+    return PassContext(default_rules(), Redistribution(graph.mesh), specs=specs, strategies=shardings)
 
 
 def printed(graph: Graph) -> str:

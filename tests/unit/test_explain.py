@@ -13,7 +13,7 @@ import shardfx as sx
 from shardfx.explain import Entry, Trail, explain
 from shardfx.ir.graph import Graph
 from shardfx.ir.text import parse_graph, print_graph
-from shardfx.passes import Context, Pass, hint_value
+from shardfx.passes import Pass, PassContext, hint_value
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -128,7 +128,7 @@ class Search(Pass):
     name: ClassVar[str] = "search"
     before: ClassVar[str] = "propagate"
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         return hint_value(graph, graph.input("2.weight").value, "dp, tp", self, context)
 
 

@@ -17,7 +17,7 @@ from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.rules.strategy import factor_shardings, partial_operands, strategy
 from shardfx.ir.text import parse_graph
-from shardfx.passes import BUILT_IN, ON_REQUEST, Context, Order, Propagate, hint_value
+from shardfx.passes import BUILT_IN, ON_REQUEST, Order, PassContext, Propagate, hint_value
 from tests.golden import FOLDER
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ class Nothing(sx.Pass):
 
     name: ClassVar[str] = "nothing"
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         return False
 
 
@@ -57,7 +57,7 @@ class AutoTp(Nothing):
     name: ClassVar[str] = "auto-tp"
     before: ClassVar[str] = "propagate"
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         return hint_value(graph, graph.input("0.weight").value, "tp, -", self, context)
 
 
@@ -85,7 +85,7 @@ class ToGelu(sx.Pass):
     name: ClassVar[str] = "to-gelu"
     before: ClassVar[str] = "propagate"
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         rewriter = Rewriter(graph)
         for node in graph.nodes:
             if node.op is aten.relu.default:
@@ -100,7 +100,7 @@ class Fails(sx.Pass):
     name: ClassVar[str] = "fails"
     how: str = "key"
 
-    def run(self, graph: Graph, context: Context) -> bool:
+    def run(self, graph: Graph, context: PassContext) -> bool:
         if self.how == "key":
             raise KeyError("oops")
         raise sx.Error("nothing to do", expected="a loss", got="none")
@@ -240,7 +240,7 @@ def test_graphs_are_proven_the_same_or_not() -> None:
 def test_strategies_are_recomputed_from_their_text(name: str) -> None:
     """What sum-placement starts from: the shardings of factors, read off placements, give the same placements."""
     graph = parse_graph((FOLDER / "sum-placement" / f"{name}.txt").read_text(encoding="utf-8"))
-    context = Context(default_rules(), Redistribution(graph.mesh))
+    context = PassContext(default_rules(), Redistribution(graph.mesh))
     for node in graph.nodes:
         rule = context.cache.rule(node)
         assert node.strategy is not None

@@ -1,0 +1,142 @@
+"""Context parallelism: strategies of attention whose sequence is sharded, beside one device; their bytes; errors."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from tests.collective_counts import count_collectives
+from tests.reference import check_step
+
+DIM, HEADS, GROUPS, ROWS = 32, 8, 4, 12
+Sharded = dict[str, Any]
+
+
+class SelfAttention(nn.Module):
+    """Causal self-attention, four heads of keys for eight of queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(DIM, DIM * GROUPS // HEADS, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            each(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+            for each, heads in ((self.q, HEADS), (self.k, GROUPS), (self.v, GROUPS))
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    """Two blocks of attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SelfAttention() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def loss(out: Tensor) -> Tensor:
+    return (out**2).mean()
+
+
+def plan(mesh: sx.Mesh, specs: Sharded, x: Tensor, **options: Any) -> tuple[sx.ParallelModule, Model]:
+    torch.manual_seed(0)
+    model = Model().double()
+    alone = deepcopy(model)
+    hints = sx.Hints(args=(x,), loss=loss, specs=specs, **options)
+    return sx.parallelize(model, mesh, hints, virtual=True), alone
+
+
+def strategy_of(pm: sx.ParallelModule) -> set[str]:
+    """The strategies of all attention calls, forward and backward."""
+    ops = (torch.ops.shardfx.attention.default, torch.ops.shardfx.attention_backward.default)
+    made = [node.strategy for node in pm.planned.nodes if node.op in ops]
+    return {" ".join(sorted(f"{factor}{{{' '.join(axes)}}}" for factor, axes in each.shardings)) for each in made}
+
+
+def rows_of(batch: int = 2, rows: int = ROWS) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(batch, rows, DIM, dtype=torch.float64)
+
+
+TP = {f"**.{name}.weight": "tp, -" for name in "qkv"} | {"**.o.weight": "-, tp"}
+CASES: dict[str, tuple[sx.Mesh, Sharded, str, int]] = {
+    "gather": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "gather")}, "s{cp}", 13),
+    "all-to-all": (sx.Mesh(cp=4), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, "h{cp}", 12),
+    "uneven rows": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, "h{cp}", 13),
+    "2d": (sx.Mesh(r=2, u=2), {"args.0": "-, r u, -", "layers.*": sx.Context("r u", "2d")}, "h{u} s{r}", 12),
+    "auto": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "**": sx.Context("cp")}, "h{cp}", 12),
+    "auto, three ranks": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp")}, "s{cp}", 12),
+    "dp, tp, zero, recompute": (
+        sx.Mesh(dp=2, tp=2, cp=2),
+        {"args.0": "dp, cp, -", "layers.*": sx.Context("cp"), **TP},
+        "b{dp} h{tp cp}",
+        12,
+    ),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", CASES)
+def test_context_parallel_attention_matches_single_device(case: str) -> None:
+    mesh, specs, expected, rows = CASES[case]
+    more = {"zero": 3, "zero_min_numel": 1, "recompute": "layers.*"} if "zero" in case else {}
+    x = rows_of(rows=rows)
+    pm, alone = plan(mesh, specs, x, **more)
+    assert strategy_of(pm) == {expected}
+    check_step(pm, alone, loss, (x,), bound=1e-12)
+
+
+def test_all_to_all_sends_its_share_of_heads_whatever_the_ranks() -> None:
+    """Queries, keys, values and the result, and the gradients of each: all but a rank's own rows of its own heads."""
+    for ranks in (2, 4):
+        x = rows_of()
+        pm, _ = plan(sx.Mesh(cp=ranks), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, x)
+        with count_collectives() as counts:
+            pm(x).backward()
+        sent = sum(count.nbytes for (op, _), count in counts.items() if op == "all_to_all_single")
+        wide = 2 * DIM + 2 * DIM * GROUPS // HEADS
+        assert sent == pytest.approx(2 * 2 * (ranks - 1) / ranks * (x[..., 0].numel() / ranks) * wide * 8)
+        assert {op for op, _ in counts} == {"all_to_all_single", "all_reduce"}
+
+
+def test_a_saved_plan_has_its_contexts(tmp_path: Path) -> None:
+    specs = {"args.0": "-, cp, -", "layers.*": sx.Context("cp", how="all-to-all")}
+    pm, _ = plan(sx.Mesh(cp=2), specs, rows_of())
+    known = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
+    again, _ = plan(known.mesh, known.specs, rows_of())
+    assert strategy_of(again) == {"h{cp}"}
+    assert not known.differences(again.planned)
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "unknown how": (lambda: sx.Context("cp", how="rings"), "expected: how one of auto, gather"),
+    "no name": (lambda: sx.Context(""), "the name of a mesh axis"),
+    "another axis": (lambda: {"layers.*": sx.Context("up")}, "mesh axis 'up' is unknown"),
+    "an axis of the batch": (lambda: {"layers.*": sx.Context("dp")}, "'dp' shards no sequence here"),
+    "no attention": (lambda: {"layers.*.q": sx.Context("cp")}, "names no attention"),
+    "one axis": (lambda: {"layers.*": sx.Context("cp", how="2d")}, "a 2d strategy of one axis"),
+    "more ranks than heads": (lambda: {"layers.*": sx.Context("cp", how="all-to-all")}, "at most 2 ranks"),
+    "two of one": (lambda: {"layers.*": sx.Context("cp"), "**": sx.Context("cp", how="gather")}, "hints disagree"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_context_that_cannot_be_is_an_error(case: str) -> None:
+    make, text = BAD[case]
+    with pytest.raises(sx.Error, match="(?s)" + text.replace("'", ".")):
+        plan(sx.Mesh(dp=2, cp=3), {"args.0": "dp, cp, -", **make()}, rows_of())
