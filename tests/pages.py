@@ -25,6 +25,7 @@ PAGES = (
     "docs/large_images.md",
     "docs/pipelines.md",
     "docs/schedules.md",
+    "docs/long-context.md",
     "docs/loops.md",
     "docs/writing_rules.md",
 )
