@@ -5,6 +5,7 @@ An integer is an affine function of its index, and a mask chooses one of two num
     rows = arange(t)[:, None]                         index[0]
     seen = arange(t)[None, :] <= rows                 index[1] - index[0] <= 0
     seen & (ids[:, None] == ids[None, :])             the same, where ids are the same number everywhere
+    (columns - rows).abs() <= w                       index[1] - index[0] - w <= 0, index[0] - index[1] - w <= 0
 
 What is not such a function is None. Conditions that hold for every index of a shape are left out by range analysis, so
 the time does not depend on the length of a sequence.
@@ -61,7 +62,14 @@ class Choice:
     unseen: Any = False
 
 
-Value = Affine | Choice
+@dataclass(frozen=True)
+class Magnitude:
+    """The absolute value of each element."""
+
+    of: Affine
+
+
+Value = Affine | Choice | Magnitude
 
 
 def constant(number: Any, shape: Shape) -> Affine:
@@ -74,6 +82,9 @@ def simplified(value: Value, shape: Shape) -> Value:
     if isinstance(value, Affine):
         steps = (0,) * (len(shape) - len(value.steps)) + value.steps
         return Affine(value.start, tuple(0 if size == 1 else step for step, size in zip(steps, shape, strict=True)))
+    if isinstance(value, Magnitude):
+        of = simplified(value.of, shape)
+        return Magnitude(of) if isinstance(of, Affine) else of
     found = [simplified(each, shape) for each in value.conditions]
     bounds = {each: each.bounds(shape) for each in found if isinstance(each, Affine)}
     if any(least > 0 for least, _ in bounds.values()):
@@ -87,13 +98,15 @@ def mapped(value: Value, function: Callable[[Any], Any]) -> Value | None:
     if isinstance(value, Affine):
         made = function(value.start) if value.is_constant else None
         return None if made is None else Affine(made, value.steps)
+    if isinstance(value, Magnitude):
+        return None
     seen, unseen = function(value.seen), function(value.unseen)
     return None if seen is None or unseen is None else Choice(value.conditions, seen, unseen)
 
 
 def true_where(value: Value | None) -> frozenset[Affine] | None:
     """The conditions under which a value is true; None where it is no conjunction."""
-    if value is None or (isinstance(value, Affine) and not value.is_constant):
+    if value is None or isinstance(value, Magnitude) or (isinstance(value, Affine) and not value.is_constant):
         return None
     if isinstance(value, Affine):
         return frozenset() if value.start else frozenset([Affine(1, value.steps)])
@@ -147,6 +160,8 @@ def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]
         if isinstance(a, Choice) and isinstance(b, (bool, int, float)):
             return mapped(a, lambda number: compare(number, b))
         b = constant(b, ()) if isinstance(b, (int, float)) else b
+        if isinstance(a, Magnitude) and isinstance(b, Affine):
+            return _compare_magnitude(compare, a.of, b)
         if not isinstance(a, Affine) or not isinstance(b, Affine):
             return None
         if a.is_constant and b.is_constant:
@@ -167,6 +182,15 @@ def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]
         return Choice(frozenset(conditions))
 
     return compared
+
+
+def _compare_magnitude(compare: Callable[[Any, Any], bool], a: Affine, b: Affine) -> Value | None:
+    """``|a| <= b``, and what follows from it."""
+    if compare not in (operator.le, operator.lt, operator.gt, operator.ge) or not isinstance(b.start, int):
+        return None
+    within = compare in (operator.le, operator.lt)
+    apart = constant(0 if compare in (operator.le, operator.gt) else 1, ()).plus(b, -1)
+    return Choice(frozenset([a.plus(apart), a.negative().plus(apart)]), within, not within)
 
 
 def _and(shape: Shape, a: Value, b: Value) -> Value | None:
@@ -197,9 +221,11 @@ def _triangle(sign: int) -> Callable[..., Value | None]:
     """``tril`` (sign 1) keeps ``column - row <= diagonal``; ``triu`` the other side."""
 
     def triangle(shape: Shape, x: Value, diagonal: int = 0) -> Value | None:
+        apart = Affine(-sign * diagonal, (*(0 for _ in shape[:-2]), -sign, sign))
+        if isinstance(x, Choice) and not x.unseen:
+            return Choice(x.conditions | {apart}, x.seen, x.unseen)
         if not isinstance(x, Affine) or not x.is_constant:
             return None
-        apart = Affine(-sign * diagonal, (*(0 for _ in shape[:-2]), -sign, sign))
         return Choice(frozenset([apart]), x.start, type(x.start)(0))
 
     return triangle
@@ -264,6 +290,7 @@ OPS: Mapping[str, Callable[..., Value | None]] = {
     "add": _add(1),
     "sub": _add(-1),
     "neg": lambda shape, x: x.negative() if isinstance(x, Affine) else None,
+    "abs": lambda shape, x: Magnitude(x) if isinstance(x, Affine) else None,
     "le": _compare(operator.le),
     "lt": _compare(operator.lt),
     "ge": _compare(operator.ge),
@@ -290,6 +317,8 @@ def _moved(value: Value, move: Callable[[Affine], Affine]) -> Value:
     """A value whose dims are moved."""
     if isinstance(value, Affine):
         return move(value)
+    if isinstance(value, Magnitude):
+        return Magnitude(move(value.of))
     return Choice(frozenset(map(move, value.conditions)), value.seen, value.unseen)
 
 

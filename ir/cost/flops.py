@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from shardfx.ir.context.attention_masks import count_of_seen
 from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
@@ -46,8 +47,8 @@ def _add_product(total: Any, a: Any, b: Any, *, out_val: Any = None, **kwargs: A
 
 
 FLOPS: dict[Any, Callable[..., Any]] = {
-    attention: _attention,
-    attention_backward: _attention_backward,
+    attention: count_of_seen(attention, _attention),
+    attention_backward: count_of_seen(attention_backward, _attention_backward),
     grouped_mm: _grouped_mm,
     grouped_outer: _grouped_outer,
     addmm: _add_product,
@@ -59,7 +60,7 @@ FLOPS: dict[Any, Callable[..., Any]] = {
 
 
 CAUSAL = "causal "
-"""The prefix of the kind of causal attention, whose FLOPs are counted without the mask."""
+"""The prefix of the kind of causal attention without a window, whose FLOPs are counted without the mask."""
 MASKED = {attention: 4, attention_backward: 7}
 """The index of the argument ``causal``, by attention op."""
 

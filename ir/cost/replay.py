@@ -58,8 +58,8 @@ def kind_of(node: fx.Node) -> str:
     of its own, as its FLOPs are counted without the mask."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return collective_name(node)
-    at = MASKED.get(node.target)
-    causal = at is not None and (node.args[at] if at < len(node.args) else node.kwargs.get("causal"))
+    at, window = MASKED.get(node.target), node.kwargs.get("window")
+    causal = at is not None and not window and (node.args[at] if at < len(node.args) else node.kwargs.get("causal"))
     return f"{CAUSAL if causal else ''}{base_name_of(node.target)}"
 
 

@@ -4,8 +4,9 @@
 
 The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
-``i``. A query that sees no key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. A
-rank's ``box`` of the global ``[b, h, s, t]`` says what causal queries see, and what dropout of ``p`` draws.
+``i``; ``window``, ``[left, right]``: those from ``i - left`` to ``i + right``, without any mask. A query that sees no
+key gets zeros, and a logsumexp of 0. ``scale`` is ``1 / sqrt(e)`` where it is None. A rank's ``box`` of the global
+``[b, h, s, t]`` says what its queries see, and what dropout of ``p`` draws.
 
 Torch's fused kernels compute it where they can, and :func:`forward_by_hand` where not. All of them give the same
 logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's own choice
@@ -26,112 +27,30 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from .computing.library import LIBRARY, Ints, define
-from .context import backward_from, box_places, forward_from, seen_mask
-from .dropout import GOLDEN, kept, keyed, mix_
+from .computing.library import LIBRARY, define
+from .context.causal_rows import backward_from, forward_from, seen_mask
+from .context.plain_attention import (
+    Given,
+    Scale,
+    Tensors,
+    backward_by_hand,
+    bias_of,
+    drawn,
+    forward_by_hand,
+    per_key_head,
+    per_query_head,
+    wide,
+)
+from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, tiles
 
 aten = torch.ops.aten
 
-Given = Tensor | None
-Tensors = tuple[Tensor, Tensor, Tensor]
-Scale = float | None
 HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
-DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[]"
+DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[], int[] window=[]"
 ALIGNED = 32
 """The row alignment of a logsumexp in torch's memory-efficient kernel."""
 TILE = 128
 """The tile size of queries and keys in cuDNN's kernels."""
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The accumulation dtype of scores, and the dtype of the logsumexp."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def bias_of(mask: Given, dtype: torch.dtype) -> Tensor | None:
-    """A mask as an additive bias: 0 where it is True, -inf where it is False."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
-
-
-def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale) -> Tensor:
-    """The scores ``[b h s t]``, -inf where a query does not see a key."""
-    dtype = wide(q.dtype)
-    scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT).mul_(scale_of(q, scale))
-    bias = bias_of(mask, dtype)
-    if bias is not None:
-        scores.add_(bias)
-    if causal:
-        unseen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
-        scores.masked_fill_(unseen, -torch.inf)
-    return scores
-
-
-def scale_of(q: Tensor, scale: float | None) -> float:
-    """The scaling factor of scores."""
-    return q.shape[-1] ** -0.5 if scale is None else scale
-
-
-def per_query_head(k: Tensor, q: Tensor) -> Tensor:
-    """Keys or values repeated for each query head."""
-    return k.repeat_interleave(q.shape[1] // k.shape[1], 1) if k.shape[1] != q.shape[1] else k
-
-
-def per_key_head(grad: Tensor, k: Tensor) -> Tensor:
-    """The gradient of keys or values, summed over the query heads that share them."""
-    return grad.unflatten(1, (k.shape[1], -1)).sum(2) if k.shape[1] != grad.shape[1] else grad
-
-
-def forward_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, keep: Given = None, p: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
-    scores = _scores(q, k, mask, causal, scale)
-    logsumexp = scores.logsumexp(-1)
-    logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0).masked_fill_(logsumexp == torch.inf, torch.nan)  # as softmax
-    weights = _kept(scores.sub_(logsumexp[..., None]).exp_(), keep, p)
-    return (weights @ per_query_head(v, q).to(weights.dtype)).to(q.dtype), logsumexp
-
-
-def backward_by_hand(
-    grad: Tensor, qkv: Tensors, out: Tensor, logsumexp: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
-) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave; ``how`` is
-    whether it is, ``keep`` and ``p``."""
-    (q, k, v), (of_mask, keep, p) = qkv, (*how, None, 0.0)[:3]
-    dtype = wide(q.dtype)
-    weights = _scores(q, k, mask, causal, scale).sub_(logsumexp[..., None]).exp_()
-    wide_grad = grad.to(dtype)
-    of_weights = _kept(wide_grad @ per_query_head(v, q).to(dtype).mT, keep, p)
-    of_scores = (of_weights - (wide_grad * out.to(dtype)).sum(-1, keepdim=True)).mul_(weights)
-    grad_q = (of_scores @ per_query_head(k, q).to(dtype)).mul_(scale_of(q, scale))
-    grad_k = per_key_head(of_scores.mT @ q.to(dtype), k) * scale_of(q, scale)
-    grad_v = per_key_head(_kept(weights, keep, p).mT @ wide_grad, v)
-    grad_mask = q.new_empty(0)
-    if of_mask and mask is not None:
-        grad_mask = of_scores.sum_to_size(*mask.shape).to(mask.dtype)
-    return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_mask
-
-
-def _kept(weights: Tensor, keep: Given, p: float) -> Tensor:
-    return weights if keep is None else (weights * keep).mul_(1.0 / (1.0 - p) if p < 1 else 0.0)
-
-
-def drawn(q: Tensor, k: Tensor, p: float, seed: Given = None, number: int = 0, box: Ints = ()) -> Given:
-    """The dropout mask (bool, ``[b, h, s, t]``): each element by a hash of seed, number and its global index.
-
-    So ranks agree however it is sharded, and a backward that is sharded otherwise than its forward too.
-    """
-    if p == 0 or seed is None:
-        return None
-    state = keyed(seed, number)
-    shape = (*q.shape[:3], k.shape[2])
-    *rows, columns = box_places(shape, box, q.device)
-    hashes = mix_(state + columns * GOLDEN)
-    for dim, place in enumerate(rows):
-        state = mix_(state + place.view(-1, *[1] * (2 - dim)) * GOLDEN)
-    return kept(state[..., None], hashes, p)
 
 
 # ---- memory layout ---------------------------------------------------------------------------------------------
@@ -293,9 +212,12 @@ def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) -> tuple[Tensor, Tensor]:
     """Attention, and the logsumexp of each query's scores."""
-    causal, scale, p, *draw = _with_defaults(how, False, None, 0.0)
+    causal, scale, p, seed, number, box, window = _with_defaults(how, False, None, 0.0, None, 0, [], [])
     q, k, v = _dense(q, k, v)
-    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else []
+    if window:
+        one = lambda tile, *qkv: attention(*qkv, tile.mask, False, scale, p, seed, number, tile.box)  # noqa: E731
+        return forward_by_tiles(q, k, v, tiles(q, k, causal, window, box, mask), one)
+    keep, box = drawn(q, k, p, seed, number, box), box if causal else []
     if len(box) == 4 and mask is None and keep is None:
         return forward_from(box[2], q, k, v, lambda own, k, v: attention(q, k, v, None, own, scale))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
@@ -311,9 +233,18 @@ def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Given = None, *how: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v and (if asked for) of the mask."""
-    causal, scale, of_mask, p, *draw = _with_defaults(how, False, None, False, 0.0)
+    causal, scale, of_mask, p, *draw, window = _with_defaults(how, False, None, False, 0.0, None, 0, [], [])
     grad, q, k, v, out = _dense(grad, q, k, v, out)
-    keep, box = drawn(q, k, p, *draw), draw[2] if causal and len(draw) > 2 else []
+    if window:
+
+        def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:
+            of_rows = (each[:, :, tile.rows] for each in (out, logsumexp))
+            given = (grad[:, :, tile.rows], *qkv, *of_rows, tile.mask)
+            made: tuple[Tensor, ...] = attention_backward(*given, False, scale, False, p, *draw[:2], tile.box)
+            return made
+
+        return backward_by_tiles(q, k, v, tiles(q, k, causal, window, draw[2], mask), one)
+    keep, box = drawn(q, k, p, *draw), draw[2] if causal else []
     if len(box) == 4 and mask is None and keep is None:
         backward = lambda own, *kv: attention_backward(grad, q, kv[0], kv[1], out, logsumexp, None, own, scale)  # noqa: E731
         return backward_from(box[2], q, k, v, backward)
@@ -323,20 +254,20 @@ def attention_backward(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, causal, scale, p, seed, number, box = inputs
+    q, k, v, mask, causal, scale, p, seed, *draw = inputs
     ctx.save_for_backward(q, k, v, *output, mask, seed)
-    ctx.how, ctx.draw = (causal, scale), (p, number, box)
+    ctx.how, ctx.draw = (causal, scale), (p, *draw)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Any, ...]:
     if grad is None:
-        return (None,) * 10
+        return (None,) * 11
     q, k, v, out, logsumexp, mask, seed = ctx.saved_tensors
-    p, number, box = ctx.draw
+    p, *draw = ctx.draw
     of_mask = mask is not None and ctx.needs_input_grad[3]
-    grads = attention_backward(grad, q, k, v, out, logsumexp, mask, *ctx.how, of_mask, p, seed, number, box)
-    return (*grads[:3], grads[3] if of_mask else None, *[None] * 6)
+    grads = attention_backward(grad, q, k, v, out, logsumexp, mask, *ctx.how, of_mask, p, seed, *draw)
+    return (*grads[:3], grads[3] if of_mask else None, *[None] * 7)
 
 
 torch.library.register_autograd("shardfx::attention", _gradient, setup_context=_setup, lib=LIBRARY)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import shardfx as sx
 from shardfx.ir.capture.graph_interpreter import interpret
 from shardfx.ir.capture.trace import capture
+from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.ops.fused_attention import attention, drawn, forward_by_hand
+from shardfx.ir.ops.context import window_tiles
+from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
@@ -63,6 +68,84 @@ def test_it_is_torchs_attention_in_float64(
         with torch.no_grad():
             rows = forward_by_hand(*wide[:3], wide[3] if bias else None, causal, None)[1]
             assert (logsumexp.cpu() - rows).abs().max() < CLOSE[dtype]
+
+
+WINDOWS = [(True, [3, 0]), (False, [2, 4]), (False, [30, -2]), (False, [-3, 5]), (True, [20, 20]), (True, [0, 0])]
+
+
+def in_window(rows: int, keys: int, causal: bool, window: list[int], apart: int = 0) -> Tensor:
+    """The mask of a window, of queries that stand ``apart`` places behind the keys."""
+    places = torch.arange(keys) - torch.arange(rows)[:, None] - apart
+    return (places >= -window[0]) & (places <= (min(window[1], 0) if causal else window[1]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tile", [4, 128])
+@pytest.mark.parametrize(("s", "t", "heads", "columns"), [(13, 13, 2, 8), (13, 9, 4, 8), (9, 13, 1, 5), (5, 0, 2, 8)])
+def test_window_is_its_dense_mask(
+    monkeypatch: pytest.MonkeyPatch, device: str, tile: int, s: int, t: int, heads: int, columns: int
+) -> None:
+    """Forward, logsumexp and all gradients, of all rows and of some from a place on."""
+    monkeypatch.setattr(window_tiles, "SMALLEST", tile)
+    torch.manual_seed(0)
+    shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, columns)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True) for shape in shapes)
+    for (causal, window), first in itertools.product(WINDOWS, (0, 3)):
+        seen = in_window(s, t, causal, window, first).to(device)
+        ours = attention(q, k, v, None, causal, box=[0, 0, first, 0], window=window)
+        theirs = attention(q, k, v, seen)
+        grad = torch.randn_like(ours[0])
+        grads = (torch.autograd.grad(out[0], (q, k, v), grad) for out in (ours, theirs))
+        for a, b in zip((*ours, *next(grads)), (*theirs, *next(grads)), strict=True):
+            assert a.shape == b.shape and torch.allclose(a, b, atol=1e-12, rtol=0)
+
+
+def test_window_with_dropout_is_its_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a shard of rows and heads, too, where each draws what is its own in the whole."""
+    monkeypatch.setattr(window_tiles, "SMALLEST", 4)
+    q, k, v = (torch.randn(2, h, 11, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    draw = 0.25, torch.tensor(5), 3
+    boxes = [], [4, 2, 5, 3], [1, 4, 0, 2, 1, 4, 0, 4, 1, 11, 0, 11, 1, 11, 0, 11]
+    for box, causal in itertools.product(boxes, (False, True)):
+        apart = box[2] - box[3] if len(box) == 4 else 0
+        ours = attention(q, k, v, None, causal, None, *draw, box, [3, 2])[0]
+        theirs = attention(q, k, v, in_window(11, 11, causal, [3, 2], apart), False, None, *draw, box)[0]
+        grad = torch.randn_like(ours)
+        grads = (torch.autograd.grad(out, (q, k, v), grad) for out in (ours, theirs))
+        for a, b in zip((ours, *next(grads)), (theirs, *next(grads)), strict=True):
+            assert torch.allclose(a, b, atol=1e-12, rtol=0)
+
+
+def test_window_has_no_value_of_rows_times_keys() -> None:
+    """Beside the tensors of the call: those of a tile of 128 rows, and their 128 + 32 keys."""
+    q, k, v = (torch.randn(1, 1, 2048, 8, requires_grad=True) for _ in range(3))
+    sizes = Largest()
+    with sizes:
+        attention(q, k, v, None, True, window=[32, 0])[0].sum().backward()
+    assert sizes.most < 2 * 128 * (128 + 32)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest result of an op."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        found = [each.numel() for each in tree_leaves(made) if isinstance(each, Tensor)]
+        self.most = max([self.most, *found])
+        return made
+
+
+@pytest.mark.parametrize("first", [0, 7, 20])
+def test_flops_of_a_window_are_of_the_pairs_that_are_seen(first: int) -> None:
+    q, k = (torch.empty(2, h, n, 8, device="meta") for h, n in ((4, 13), (2, 17)))
+    for causal, window in WINDOWS:
+        pairs = int(in_window(13, 17, causal, window, first).sum())
+        given = q, k, k, None, causal, None, 0.0, None, 0, [0, 0, first, 0], window
+        assert FLOPS[attention](*given) == 2 * 2 * 2 * 4 * 8 * pairs
+        backward = q, q, k, k, q, q[..., 0], None, causal, None, False, *given[6:]
+        assert FLOPS[attention_backward](*backward) == 5 * 2 * 2 * 4 * 8 * pairs
 
 
 def test_dropout_leaves_the_same_however_the_whole_is_sharded() -> None:

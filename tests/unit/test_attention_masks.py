@@ -30,6 +30,15 @@ def window(width: int) -> Tensor:
     return causal() & (columns > rows - width)
 
 
+def distance() -> Tensor:
+    rows, columns = rows_and_columns()
+    return columns - rows
+
+
+def by_head() -> Tensor:
+    return causal() & (distance() > torch.arange(4)[:, None, None] - 4)
+
+
 def packed(lengths: list[int]) -> Tensor:
     """Positions that begin anew make another document, as in transformers."""
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -50,13 +59,23 @@ MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "filled in place": (lambda: torch.zeros(T, T, dtype=F64).masked_fill_(~causal(), -torch.inf), "dense"),
     "last rows looked up": (lambda: causal()[torch.arange(T) - T // 2], "dense"),
     "ones": (lambda: torch.ones(T, T, dtype=torch.bool), "full"),
-    "a window": (lambda: window(T - 1), "dense"),
+    "a window": (lambda: window(3), "causal 2 0"),
+    "a window of all but one": (lambda: window(T - 1), "causal 4 0"),
+    "itself alone": (lambda: window(1), "causal 0 0"),
+    "a window by lowest numbers": (lambda: torch.where(window(3), 0.0, LOWEST).to(F64), "causal 2 0"),
+    "a window to both sides": (lambda: distance().abs() <= 2, "full 2 2"),
+    "a window, negated": (lambda: ~(distance().abs() >= 3), "full 2 2"),
+    "a band": (lambda: torch.ones(T, T, dtype=torch.bool).triu(-1).tril(2), "full 1 2"),
+    "two windows": (lambda: window(4) & window(2), "causal 1 0"),
+    "outside a window": (lambda: distance().abs() > 2, "dense"),
+    "a window by head": (lambda: by_head(), "dense"),
     "two documents": (lambda: packed([2, T - 2]), "dense"),
     "strictly before, and itself by or": (lambda: causal().logical_or(causal().mT), "dense"),
-    "from itself on": (lambda: causal().mT, "dense"),
-    "one more": (lambda: torch.ones(T, T, dtype=torch.bool).tril(1), "dense"),
+    "from itself on": (lambda: causal().transpose(0, 1), "full 0 5"),
+    "one more": (lambda: torch.ones(T, T, dtype=torch.bool).tril(1), "full 5 1"),
+    "strictly before": (lambda: torch.ones(T, T, dtype=torch.bool).tril(-1), "full 5 -1"),
     "finite numbers above": (lambda: torch.full((T, T), -1.0, dtype=F64).triu(1), "dense"),
-    "numbers below": (lambda: torch.full((T, T), -torch.inf, dtype=F64).tril(-1), "dense"),
+    "numbers below": (lambda: torch.full((T, T), -torch.inf, dtype=F64).tril(-1), "full 0 5"),
 }
 
 
@@ -89,7 +108,8 @@ def captured(mask: Callable[[], Tensor], repeat: Callable[[Tensor], Tensor]) -> 
     graph = sx.parallelize(Attention(mask, repeat), sx.Mesh(dp=1), hints, virtual=True).captured
     (node,) = (node for node in graph.nodes if str(node.op) == "shardfx.attention.default")
     given, is_causal = (*node.args[3:5], None, False)[:2]
-    return "dense" if given is not None else "causal" if is_causal else "full", node.operands[1].shape[1]
+    kind = "dense" if given is not None else "causal" if is_causal else "full"
+    return " ".join([kind, *map(str, node.kwargs.get("window", ()))]), node.operands[1].shape[1]
 
 
 @pytest.mark.parametrize("name", MASKS)

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import GraphBuilder, types_of
+from shardfx.ir.context.attention_masks import by_our_names, in_order
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Value, op_name
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
 from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.ops.traits import OF_MEMORY, draws, positional, with_defaults
+from shardfx.ir.ops.traits import OF_MEMORY, draws, with_defaults
 from shardfx.ir.spec import TensorType
 
 from .random_numbers import DRAWN, RANDOM, calls_of, draws_nothing, seed_of
@@ -194,40 +195,26 @@ def _draw(builder: GraphBuilder) -> tuple[Any, int, list[int]]:
 def _attention(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
     """Attention, by any of its names in torch; its dropout draws as ours. Types are those of our op: to torch 2.11 the
     logsumexp of float64 is float32."""
-    bound = _by_our_names(op, args, kwargs)
+    bound = by_our_names(op, args, kwargs)
     if bound["p"] > 0:
         bound["seed"], bound["number"], bound["box"] = _draw(builder)
-    return builder.add(attention, positional(attention, bound))
+    given, named = in_order(attention, bound)
+    return builder.add(attention, given, **named)
 
 
 def _attention_backward(
     builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any
 ) -> Any:
     """The backward drops what its forward, which made the logsumexp, has dropped."""
-    bound = _by_our_names(op, args, kwargs)
+    bound = by_our_names(op, args, kwargs)
     forward = bound["logsumexp"].node
     if forward is None or forward.op is not attention:
         raise Error("a gradient of attention stands apart from its forward", where=str(builder.where), got=str(op))
     drawn = with_defaults(attention, forward.args, forward.kwargs)
     bound |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
     kept = types if bound.get("of_mask") else [*types[:3], None]
-    return builder.add(attention_backward, positional(attention_backward, bound), kept)
-
-
-OUR_NAMES = {
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "attn_mask": "mask",
-    "is_causal": "causal",
-    "dropout_p": "p",
-    "grad_out": "grad",
-}
-"""Names of torch's arguments in our op of attention."""
-
-
-def _by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {OUR_NAMES.get(name, name): arg for name, arg in with_defaults(op, args, kwargs).items()}
+    given, named = in_order(attention_backward, bound)
+    return builder.add(attention_backward, given, kept, **named)
 
 
 def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:

@@ -39,6 +39,8 @@ def _form(node: Node, form: str, linear: str) -> Template:
         form = form.replace(letter, dims)
     if not has_argument(node.op, "seed"):
         form = form.replace(", ->", " ->").replace("!causal", "!is_causal")
+    if argument(node, "window"):
+        form = form.replace("!causal", "!")
     return template(form, linear)
 
 
@@ -46,7 +48,8 @@ def attention_local(emit: Emit) -> Any:
     """Attention by where this rank's queries and keys stand: causal masks, and what dropout draws."""
     slot, args = draw_slot(emit.node), list(emit.args)
     q, k = (emit.node.operands.index(argument(emit.node, name)) for name in ("q", "k"))
-    if slot is not None or (argument(emit.node, "causal") and not emit.operand_shard(q, 2).is_full):
+    by_place = argument(emit.node, "causal") or argument(emit.node, "window")
+    if slot is not None or (by_place and not emit.operand_shard(q, 2).is_full):
         shards = [*(emit.operand_shard(q, dim) for dim in range(3)), emit.operand_shard(k, 2)]
         plain = all(len(each.ranges) == 1 for each in shards)
         of_each = [[each.first] if plain else [len(each.ranges), *each.numbers] for each in shards]

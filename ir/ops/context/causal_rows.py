@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .computing.library import places
+from ..computing.library import places
 
 Forward = Callable[[bool, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Attention, causal or not, to keys and values: the result and the logsumexp."""

@@ -1,0 +1,115 @@
+"""Attention of queries that see the keys of a window, by tiles of query rows: no tensor has rows times keys elements.
+
+    query i sees keys i - left to i + right             rows a to b - 1: keys a - left to b - 1 + right
+
+Each tile is a complete attention to the keys that any of its rows sees, with a mask of its own, by any kernel. That is
+``rows * (left + right + tile)`` scores, and nothing is joined but gradients of keys, which add up. Needs torch alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..computing.library import Ints
+from .causal_rows import box_places
+from .plain_attention import wide
+
+SMALLEST, LARGEST = 128, 1024
+"""Numbers of rows of a tile; between them it is a quarter of the window."""
+
+
+class QueryTile(NamedTuple):
+    """Query rows, the keys that they see, the mask ``[rows, keys]`` of these, and the box of both."""
+
+    rows: slice
+    keys: slice
+    mask: Tensor
+    box: list[int]
+
+
+Parts = Iterable[QueryTile]
+Forward = Callable[[QueryTile, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Attention of a tile: of its queries, keys and values the result and the logsumexp."""
+Backward = Callable[[QueryTile, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
+"""Its gradients of queries, keys and values."""
+
+
+def reach(causal: bool, window: Ints) -> tuple[int, int]:
+    """How many keys before and behind its own place a query sees."""
+    left, right = window
+    return left, min(right, 0) if causal else right
+
+
+def tiles(q: Tensor, k: Tensor, causal: bool, window: Ints, box: Ints, mask: Tensor | None) -> Iterator[QueryTile]:
+    """The tiles of queries ``[b h s e]`` and keys ``[b g t e]`` at ``box``; one, where rows or keys are no contiguous
+    range."""
+    if mask is not None:
+        raise ValueError("attention takes a window or a mask, and not both")
+    (left, right), (rows, keys) = reach(causal, window), (q.shape[2], k.shape[2])
+    places = [*box_places((*q.shape[:3], keys), box, q.device)]
+    ranges = _ranges((*q.shape[:3], keys), box)
+    plain = all(len(each) == 3 for each in ranges[2:])
+    size = min(max((left + right) // 4, SMALLEST), LARGEST) if plain else max(rows, 1)
+    apart = ranges[2][1] - ranges[3][1]  # the local key at the place of the first local row
+    for start in range(0, rows, size):
+        own = slice(start, min(start + size, rows))
+        first = min(max(start + apart - left, 0), keys) if plain else 0
+        last = max(min(own.stop + apart + right, keys), first) if plain else keys
+        seen = places[3][first:last] - places[2][own, None]
+        part = [[*each] for each in ranges]
+        if plain:
+            part[2][1:], part[3][1:] = [part[2][1] + start, own.stop - start], [part[3][1] + first, last - first]
+        numbers = [number for each in part for number in (len(each) // 3, *each)]
+        yield QueryTile(own, slice(first, last), (seen >= -left) & (seen <= right), numbers)
+
+
+def _ranges(shape: Sequence[int], box: Ints) -> list[list[int]]:
+    """Of each dim the size, start and length of its ranges, from either form of a box."""
+    if len(box) <= len(shape):
+        return [[length, first, length] for first, length in zip(box or [0] * 4, shape, strict=True)]
+    rest = iter(box)
+    return [[next(rest) for _ in range(3 * next(rest))] for _ in shape]
+
+
+def forward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, forward: Forward) -> tuple[Tensor, Tensor]:
+    """The result ``[b h s v]``, laid out as the queries, and the logsumexp ``[b h s]``."""
+    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:3], v.shape[-1]))
+    logsumexp = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    for tile in parts:
+        own, seen = tile.rows, tile.keys
+        out[:, :, own], logsumexp[:, :, own] = forward(tile, q[:, :, own], k[:, :, seen], v[:, :, seen])
+    return out, logsumexp
+
+
+def backward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: Backward) -> tuple[Tensor, ...]:
+    """The gradients of queries, keys and values; those of keys and values are summed in the dtype of scores."""
+    grad_q = torch.empty_like(q)
+    sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (k, v)]
+    for tile in parts:
+        own, seen = tile.rows, tile.keys
+        grad_q[:, :, own], *grads = backward(tile, q[:, :, own], k[:, :, seen], v[:, :, seen])[:3]
+        for total, grad in zip(sums, grads, strict=True):
+            total[:, :, seen] += grad
+    of_keys = (total.to(each.dtype) for total, each in zip(sums, (k, v), strict=True))
+    return grad_q, *of_keys, q.new_empty(0)
+
+
+def seen_pairs(shape: Sequence[int], causal: bool, window: Ints, box: Ints) -> int:
+    """The number of pairs of a query and a key that it sees, of scores ``[b h s t]`` at ``box``; all, where rows or
+    keys are no contiguous range."""
+    ranges, (left, right), (rows, keys) = _ranges(shape, box)[2:], reach(causal, window), shape[2:]
+    if not all(len(each) == 3 for each in ranges):
+        return rows * keys
+    apart = ranges[0][1] - ranges[1][1]
+
+    def up_to(end: int) -> int:
+        """Pairs of which the key is before ``i + end``."""
+        none, all_of = (min(max(each, 0), rows) for each in (-end, keys - end))
+        some = all_of - none
+        return some * end + (none + all_of - 1) * some // 2 + (rows - all_of) * keys
+
+    return max(up_to(apart + right + 1) - up_to(apart - left), 0)

@@ -1,0 +1,133 @@
+"""Attention to a window of keys: no mask, on any mesh, and its rows sharded."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.graph import Graph
+from tests.reference import check_step
+
+F64 = torch.float64
+HEADS, GROUPS, HEAD, DIM = 4, 2, 6, 14
+
+
+class Windowed(nn.Module):
+    """Self-attention of four query heads with two key heads, to a window of keys by a mask."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__()
+        self.left, self.right = left, right
+        self.q = nn.Linear(DIM, HEADS * HEAD, dtype=F64)
+        self.k, self.v = (nn.Linear(DIM, GROUPS * HEAD, dtype=F64) for _ in range(2))
+        self.out = nn.Linear(HEADS * HEAD, DIM, dtype=F64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        rows, columns = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])
+        mask = (columns >= rows - self.left) & (columns <= rows + self.right)
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+WEIGHTS = {"q.weight": "tp, -", "k.weight": "tp, -", "v.weight": "tp, -", "out.weight": "-, tp"}
+SEQUENCE = {"args.0": "-, cp, -"}
+
+
+def largest(graph: Graph, length: int) -> int:
+    """The number of elements of the largest value with two dims as long as the sequence; 0 without any."""
+    values = [*(each.value for each in graph.inputs), *(value for node in graph.nodes for value in node.outs)]
+    shapes = [each.shape for each in values if sum(size == length for size in each.shape) > 1]
+    return max(map(math.prod, shapes), default=0)
+
+
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("mesh", "length", "specs"),
+    [
+        (sx.Mesh(dp=2), 11, {"args.0": "dp, -, -"}),
+        (sx.Mesh(tp=2), 11, WEIGHTS),
+        (sx.Mesh(cp=2), 16, SEQUENCE),
+        (sx.Mesh(cp=3), 13, SEQUENCE),
+        (sx.Mesh(cp=2, tp=2), 11, {**SEQUENCE, **WEIGHTS}),
+    ],
+    ids=str,
+)
+def test_window_attention_matches_single_device(
+    mesh: sx.Mesh, length: int, specs: dict[str, str], left: int, right: int
+) -> None:
+    torch.manual_seed(0)
+    model, x = Windowed(left, right), torch.randn(2, length, DIM, dtype=F64)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    check_step(pm, model, squares, (x,), bound=1e-12)
+    assert pm.verify()
+    assert largest(pm.captured, length) == largest(pm.planned, length) == 0
+
+
+def decoder(name: str) -> nn.Module:
+    """A decoder of two layers, each with a window of four keys, or (Gemma3) one with and one without."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 48, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    if name == "mistral":
+        config = transformers.MistralConfig(sliding_window=4, use_cache=False, **sizes)
+        made = transformers.MistralForCausalLM(config)
+    elif name == "modernbert":
+        sizes = {name: n for name, n in sizes.items() if "key_value" not in name}
+        config = transformers.ModernBertConfig(local_attention=6, global_attn_every_n_layers=2, **sizes)
+        made = transformers.ModernBertForMaskedLM(config)
+    else:
+        layers = ["sliding_attention", "full_attention"]
+        config = transformers.Gemma3TextConfig(
+            sliding_window=4, layer_types=layers, head_dim=8, use_cache=False, **sizes
+        )
+        made = transformers.Gemma3ForCausalLM(config)
+        for name, norm in [*made.named_modules()]:
+            if name.endswith("norm"):  # their own compute in float32
+                made.set_submodule(name, nn.RMSNorm(norm.weight.shape, norm.eps))
+    return made.double().train()
+
+
+def logits(out: Any) -> Tensor:
+    return out.logits.square().mean()
+
+
+PROJECTIONS = {f"model.layers.*.self_attn.{name}_proj.weight": "tp, -" for name in "qkv"}
+PROJECTIONS |= {"model.layers.*.self_attn.o_proj.weight": "-, tp"}
+OF_DECODERS = {"mistral": ["3 0", "3 0"], "gemma3": ["3 0", ""], "modernbert": ["", "3 3"]}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", OF_DECODERS)
+@pytest.mark.parametrize(
+    ("mesh", "length", "specs"),
+    [
+        (sx.Mesh(dp=2), 11, {"args.0": "dp, -"}),
+        (sx.Mesh(tp=2), 11, PROJECTIONS),
+        (sx.Mesh(cp=2), 22, {"args.0": "-, cp"}),
+        (sx.Mesh(cp=3), 13, {"args.0": "-, cp"}),
+    ],
+    ids=str,
+)
+def test_decoder_with_windows_matches_single_device(
+    name: str, mesh: sx.Mesh, length: int, specs: dict[str, str]
+) -> None:
+    model, ids = decoder(name), torch.randint(1, 48, (2, length))
+    specs = specs if name != "modernbert" or "args.0" in specs else {}
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(ids,), loss=logits, specs=specs), virtual=True)
+    check_step(pm, model, logits, (ids,), bound=1e-12)
+    attends = [node for node in pm.captured.nodes if str(node.op) == "shardfx.attention.default"]
+    assert [" ".join(map(str, node.kwargs.get("window", ()))) for node in attends] == OF_DECODERS[name]
+    assert all(node.args[3:4] in ((), (None,)) for node in attends)
+    assert largest(pm.captured, length) == largest(pm.planned, length) == 0
