@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +18,6 @@ from shardfx.ir.program.loops.loop_regions import ActionOrder, action_order, reg
 from shardfx.ir.program.store_layout import choose_buffer
 
 from .amounts import Cost, total
-from .caching_allocator import CachingAllocator
 from .call_timeline import CallTimeline, LiveIntervals, Numbers, Scope, Since
 from .fake_calls import TensorLayout
 
@@ -216,40 +214,6 @@ class Footprint:
     def _kept(self) -> LiveIntervals:
         """The live intervals of buffers that are kept between steps."""
         return self._made.of([each.kept for each in self.storages])
-
-    def reserved(self, given: Iterable[int] = ()) -> int:
-        """The bytes that torch's caching allocator reserves on CUDA for such steps (:mod:`.caching_allocator`), beside
-        the ``given`` bytes of each tensor that is always live. Results are freed before the next step; workspaces of
-        kernels are not counted."""
-        allocator, pool = CachingAllocator(), BufferReusePool()
-        for nbytes in given:
-            allocator.allocate(nbytes)
-        made = self._made.of([not (each.kept or each.pool) for each in self.storages])
-        births, deaths = defaultdict[int, list[tuple[int, int]]](list), defaultdict[int, list[int]](list)
-        for line, (born, last, nbytes) in enumerate(made):
-            births[born].append((line, nbytes))
-            deaths[last].append(line)
-        borrowed: dict[int, int] = {}
-        for _ in range(STEPS):
-            before, there = allocator.reserved, dict[int, int]()
-            changes = defaultdict[int, list[Change]](list)
-            for change in pool.step(self._kept):
-                changes[change.moment].append(change)
-            for moment, call in enumerate(self._calls.tolist()):
-                for _, number, nbytes in changes[moment]:
-                    if nbytes > 0:
-                        borrowed[number] = allocator.allocate(nbytes)
-                    elif number in borrowed:
-                        allocator.free(borrowed.pop(number))
-                there |= {line: allocator.allocate(nbytes) for line, nbytes in births[moment]}
-                allocator.free(allocator.allocate(self.inside[call]))
-                for line in deaths[moment]:
-                    allocator.free(there.pop(line))
-            for number in borrowed.keys() - pool.kept.keys():
-                allocator.free(borrowed.pop(number))
-            if allocator.reserved == before:
-                break
-        return allocator.reserved
 
     @cached_property
     def _fullest(self) -> Numbers:

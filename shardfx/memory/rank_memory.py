@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from math import prod
 from pathlib import Path
 
 import sympy
@@ -43,6 +43,8 @@ CATEGORIES = {
 """The categories of a program's inputs, which are live throughout."""
 NO_SIZES = Sizes()
 BUFFERS = "communication buffers"
+ALLOWANCE, SEGMENT = 1.03, 2 << 20
+"""The bytes that the CUDA allocator reserves, as a multiple of those of live tensors; and its unit."""
 MADE = {"communication": BUFFERS, "kept": BUFFERS, "gathered": "gathered parameters", "cast": "cast parameters"}
 """The categories of storages that it makes, where they are renamed here."""
 
@@ -105,11 +107,11 @@ class RankMemory:
         kernels compute where they are used."""
         return sum(self.stored.values()) + self.footprint.peak.nbytes
 
-    @cached_property
+    @property
     def reserved(self) -> int:
         """The bytes that torch's caching allocator holds on CUDA in steady steps (``torch.cuda.max_memory_reserved``):
-        :attr:`peak`, and what rounding and fragmentation add. Simulated, allocation by allocation."""
-        return self.footprint.reserved(holder.nbytes for holder in self.given)
+        :attr:`peak`, and an allowance of 3 % for rounding and fragmentation, in segments of 2 MB."""
+        return math.ceil(self.peak * ALLOWANCE / SEGMENT) * SEGMENT
 
     @property
     def host(self) -> int:
@@ -238,7 +240,7 @@ class RankMemory:
 def stored_bytes(value: Value, mesh: Mesh, rank: int) -> int:
     """The bytes of a rank's shard of an input."""
     assert value.spec is not None
-    return prod(held_shape(value.spec, value.shape, mesh, rank)) * value.type.dtype.itemsize
+    return math.prod(held_shape(value.spec, value.shape, mesh, rank)) * value.type.dtype.itemsize
 
 
 def _by_category(holders: Iterable[Holder]) -> Counter[str]:
