@@ -8,18 +8,17 @@
 
 As :func:`torch.fx.replace_pattern` has it: a function's arguments are the tensors that come in, what it returns is what
 is replaced. Both may be any torch code: a call of the pattern stands for the ops that it is for the tensors at hand
-(``F.linear`` of matrices for ``t`` and ``addmm``, of more dims for two views as well). The types of its operands are
-sought among the values close behind its result: the call is run on ``meta`` tensors of such types, and traced where it
-gives what is wanted.
+(``F.linear`` of matrices for ``t`` and ``addmm``, of more dims for two views as well). The types of its arguments are
+sought among the values close behind its result: the pattern is run on ``meta`` tensors of such types, and traced where
+it gives what is wanted.
 """
 
 from __future__ import annotations
 
 import inspect
 import itertools
-import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -115,8 +114,8 @@ def _text(type: Any) -> str:
     return f"{list(type.shape)} of {type.dtype}" if isinstance(type, TensorType) else repr(type)
 
 
-MOST_BEHIND = 16
-"""The most values behind a call's result that are searched for the operands of a call of several ops."""
+NEAR = 16
+"""The values behind a result whose types the inputs of a pattern may have: so many for each of its calls."""
 
 
 @dataclass(frozen=True)
@@ -128,181 +127,89 @@ class Match:
     outputs: tuple[Value, ...]
 
 
-@dataclass(frozen=True)
-class _Ops:
-    """The ops of a call for operands of some types, which are ``leaves``; their results are ``results``, one or
-    (``several``) a list of them."""
-
-    leaves: tuple[Value, ...]
-    results: tuple[Any, ...]
-    several: bool
-
-    @property
-    def is_one(self) -> bool:
-        """Whether it is one op on the operands themselves."""
-        makers = {value.node for value in self.results if isinstance(value, Value)}
-        return len(makers) == 1 and all(n is not None and set(n.operands) <= set(self.leaves) for n in makers)
-
-
 REFUSED = (RuntimeError, TypeError, IndexError, ValueError)
 """The exceptions that torch raises for invalid operands of a call."""
-Bound = dict[Hashable, Any]
-"""The bindings of a match: a value for each tensor of the pattern, a result for each call, a node for each op of it."""
+Types = tuple[TensorType, ...]
 
 
-@dataclass
 class Pattern:
-    """A traced pattern, and what its calls are in the graph, by the types of their operands."""
+    """A function whose ops are sought in a graph: traced for the input types that give a result's type."""
 
-    function: Callable[..., Any]
-    mesh: Mesh
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
-    known: dict[Hashable, _Ops | None] = field(default_factory=dict)
-    gives: dict[Hashable, tuple[TensorType, ...]] = field(default_factory=dict)
-    fitting: dict[Hashable, dict[TensorType, list[tuple[TensorType, ...]]]] = field(default_factory=dict)
-    one_op: set[fx.Node] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        if not inspect.isfunction(self.function):
+    def __init__(self, function: Callable[..., Any], mesh: Mesh) -> None:
+        if not inspect.isfunction(function):
             raise Error(
                 "a pattern is no Python function",
                 expected="a function or lambda whose arguments are tensors",
-                got=repr(self.function),
+                got=repr(function),
                 remedy="lambda x: torch.relu(x), say, in place of torch.relu",
             )
-        traced = fx.symbolic_trace(self.function)
-        self.inputs = [node for node in traced.graph.nodes if node.op == "placeholder"]
-        (output,) = (node for node in traced.graph.nodes if node.op == "output")
+        self.function, self.mesh = function, mesh
+        traced = fx.symbolic_trace(function)
+        self.names = [str(node.target) for node in traced.graph.nodes if node.op == "placeholder"]
+        *self._calls, output = (node for node in traced.graph.nodes if node.op != "placeholder")
         returned = output.args[0]
-        self.outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
-        if not all(isinstance(node, fx.Node) and node.op != "placeholder" for node in self.outputs):
-            raise Error("a pattern gives what it does not compute", where=name_of(self.function), got=str(returned))
+        outputs = list(returned) if isinstance(returned, (list, tuple)) else [returned]
+        if not all(isinstance(node, fx.Node) and node.op != "placeholder" for node in outputs):
+            raise Error("a pattern gives what it does not compute", where=name_of(function), got=str(returned))
+        self._places = [node for node in traced.graph.nodes if node.op == "placeholder"]
+        self._first: fx.Node = outputs[0]
+        self._typings: dict[tuple[Types, TensorType], list[Types]] = {}
+        self._traced: dict[Types, tuple[list[Value], list[Any]]] = {}
 
     def match(self, node: Node) -> Match | None:
         """The match whose first output ``node`` makes, if there is one."""
         for value in node.outs:
-            bound: Bound = {}
-            if self._is(self.outputs[0], value, bound):
-                outputs = [self._made(each, bound) for each in self.outputs]
-                inputs = {str(each.target): bound.get(each) for each in self.inputs}
-                nodes = tuple(dict.fromkeys(each for each in bound.values() if isinstance(each, Node)))
-                full = all(isinstance(each, Value) for each in (*outputs, *inputs.values()))
-                if full and len({each.phase for each in nodes}) == 1:
-                    return Match(inputs, nodes, tuple(outputs))  # type: ignore[arg-type]
+            near = tuple(dict.fromkeys(each.type for each in _behind(value, NEAR * len(self._calls))))
+            if (near, value.type) not in self._typings:
+                self._typings[near, value.type] = [*self._fitting(near, value.type, self._calls, {})]
+            for types in self._typings[near, value.type]:
+                if (found := self._covered(types, value)) is not None:
+                    return found
         return None
 
-    def _is(self, wanted: fx.Node, value: Value, bound: Bound) -> bool:
-        """Whether ``value`` may be what ``wanted`` computes; what stands for what is noted in ``bound``."""
-        if wanted in bound:
-            return bound[wanted] is value
-        if wanted.op == "placeholder":
-            bound[wanted] = value
-            return True
-        call, index = _call_of(wanted)
-        if call in bound:
-            bound[wanted] = value
-            return index is not None and bound[call][index] is value
-        return any(self._stands(call, index, made, value, bound, wanted) for made in self._forms(call, value, bound))
-
-    def _stands(
-        self, call: fx.Node, index: int | None, made: _Ops, value: Value, bound: Bound, wanted: fx.Node
-    ) -> bool:
-        """Whether ``value`` is a result of these ops of a call; then ``bound`` has all that is behind it."""
-        if made.several != (index is not None) or (index or 0) >= len(made.results):
-            return False
-        image: dict[Any, Any] = {}
-        if not _covers(made.results[index or 0], value, image) or any(leaf not in image for leaf in made.leaves):
-            return False
-        trial: Bound = dict(bound)
-        trial[wanted] = value
-        trial.update(((call, op), node) for op, node in image.items() if isinstance(op, Node))
-        if index is not None:
-            trial[call] = [_image(each, image) for each in made.results]
-        operands = zip(_operands(call), made.leaves, strict=True)
-        if not all(self._is(each, image[leaf], trial) for each, leaf in operands):
-            return False
-        bound.update(trial)
-        return True
-
-    def _forms(self, call: fx.Node, value: Value, bound: Bound) -> Iterator[_Ops]:
-        """What a call that ends in ``value`` may be: by the types of its operands, which stand close behind it."""
-        node, operands = value.node, _operands(call)
-        if node is None:
-            return
-        for values in (node.operands, list(dict.fromkeys(node.operands))):
-            if len(values) == len(operands):
-                yield from self._ops(call, tuple(each.type for each in values), node)
-        if call not in self.one_op:
-            near = tuple(dict.fromkeys(each.type for each in _behind(value)))
-            known = (bound.get(each) for each in operands)
-            choices = tuple((each.type,) if isinstance(each, Value) else near for each in known)
-            for types in self._fitting(call, choices).get(value.type, ()):
-                yield from self._ops(call, types, node)
-
     def _fitting(
-        self, call: fx.Node, choices: tuple[tuple[TensorType, ...], ...]
-    ) -> Mapping[TensorType, list[tuple[TensorType, ...]]]:
-        """The operand types that give each result type, of those that may be chosen for each operand."""
-        found = self.fitting.get((call, choices))
-        if found is None:
-            found = self.fitting[call, choices] = {}
-            for types in itertools.product(*choices):
-                for each in self._gives(call, types):
-                    found.setdefault(each, []).append(types)
-        return found
-
-    def _gives(self, call: fx.Node, types: tuple[TensorType, ...]) -> tuple[TensorType, ...]:
-        """The types of a call's results; none where it takes no such operands."""
-        if (call, types) not in self.gives:
-            tensors = [torch.empty(type.shape, dtype=type.dtype, device="meta") for type in types]
+        self, near: Types, wanted: TensorType, calls: Sequence[fx.Node], known: Mapping[fx.Node, Any]
+    ) -> Iterator[Types]:
+        """The types of inputs for which the first output is of a type, found call by call on ``meta`` tensors."""
+        if not calls:
+            made = known[self._first]
+            if isinstance(made, torch.Tensor) and _type_of(made) == wanted and known.keys() >= {*self._places}:
+                yield tuple(_type_of(known[each]) for each in self._places)
+            return
+        open_ = [each for each in dict.fromkeys(calls[0].all_input_nodes) if each not in known]
+        for types in itertools.product(near, repeat=len(open_)):
+            tensors = (torch.empty(each.shape, dtype=each.dtype, device="meta") for each in types)
+            values = {**known, **dict(zip(open_, tensors, strict=True))}
             try:
-                made = _run(call, tensors)
+                values[calls[0]] = _run(calls[0], values)
             except REFUSED:
-                made = ()
-            results = made if isinstance(made, (list, tuple)) else [made]
-            result_types = (TensorType(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor))
-            self.gives[call, types] = tuple(dict.fromkeys(result_types))
-        return self.gives[call, types]
+                continue  # operands of these types are not for this call
+            yield from self._fitting(near, wanted, calls[1:], values)
 
-    def _ops(self, call: fx.Node, types: tuple[TensorType, ...], like: Node) -> Iterator[_Ops]:
-        """The ops that a call is for operands of these types; nothing where it takes no such operands."""
-        if (call, types) not in self.known:
-            self.known[call, types] = self._trace(call, types, like)
-        made = self.known[call, types]
-        if made is not None:
-            self.one_op.update([call] if made.is_one else ())
-            yield made
-
-    def _trace(self, wanted: fx.Node, types: tuple[TensorType, ...], like: Node) -> _Ops | None:
-        several = False
-
-        def call(*tensors: torch.Tensor) -> Any:
-            nonlocal several
-            result = _run(wanted, tensors)
-            several = isinstance(result, (list, tuple))
-            return list(result) if several else result
-
-        leaves = tuple(Value(type, None, 0, str(index)) for index, type in enumerate(types))
-        try:
-            traced = trace_function(call, types)
-        except REFUSED:
-            return None  # operands of these types are not for this call
-        _, results = splice(traced, leaves, like=like, mesh=self.mesh)
-        return _Ops(leaves, tuple(results), several)
-
-    def _made(self, wanted: fx.Node, bound: Bound) -> Value | None:
-        """The value of an output, once the first one was matched; None if nothing of it depends on that."""
-        call, index = _call_of(wanted)
-        found = bound.get(wanted)
-        if found is None and index is not None and call in bound:
-            found = bound[call][index]
-        return found if isinstance(found, Value) else None
+    def _covered(self, types: Types, value: Value) -> Match | None:
+        """The match that ends in ``value``, where that is computed as the pattern computes of such inputs."""
+        if types not in self._traced:
+            leaves = [Value(type, None, 0, name) for type, name in zip(types, self.names, strict=True)]
+            assert value.node is not None
+            traced = trace_function(self.function, types)
+            self._traced[types] = leaves, splice(traced, leaves, like=value.node, mesh=self.mesh)[1]
+        leaves, results = self._traced[types]
+        image: dict[Any, Any] = {}
+        if not _covers(results[0], value, image) or any(leaf not in image for leaf in leaves):
+            return None
+        outputs = tuple(each for result in results if (each := _image(result, image)) is not None)
+        nodes = tuple(each for each in image.values() if isinstance(each, Node))
+        if len(outputs) < len(results) or len({each.phase for each in nodes}) > 1:
+            return None
+        return Match(dict(zip(self.names, map(image.__getitem__, leaves), strict=True)), nodes, outputs)
 
 
-def _run(call: fx.Node, tensors: Sequence[torch.Tensor]) -> Any:
+def _type_of(tensor: torch.Tensor) -> TensorType:
+    return TensorType(tuple(tensor.shape), tensor.dtype)
+
+
+def _run(call: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
     """The result of a call of the pattern for these operands."""
-    values = dict(zip(_operands(call), tensors, strict=True))
     args, kwargs = fx.map_arg((call.args, call.kwargs), values.__getitem__)
     run: Any = getattr(type(args[0]), str(call.target)) if call.op == "call_method" else call.target
     return run(*args, **kwargs)
@@ -334,29 +241,13 @@ def _image(made: Any, image: Mapping[Any, Any]) -> Value | None:
     return found if isinstance(found, Value) else None
 
 
-def _behind(value: Value) -> list[Value]:
-    """The values close behind one, and the value itself: what a call takes stands among them."""
+def _behind(value: Value, most: int) -> list[Value]:
+    """The values close behind one, and the value itself."""
     found = [value]
     for each in found:
-        if len(found) < MOST_BEHIND and each.node is not None:
+        if len(found) < most and each.node is not None:
             found += [operand for operand in each.node.operands if operand not in found]
     return found
-
-
-def _call_of(wanted: fx.Node) -> tuple[fx.Node, int | None]:
-    """The call that gives a tensor, and as which of several results."""
-    if wanted.target is not operator.getitem or not isinstance(wanted.args[1], int):
-        return wanted, None
-    call, index = wanted.args
-    assert isinstance(call, fx.Node) and isinstance(index, int)
-    return call, index
-
-
-def _operands(wanted: fx.Node) -> list[fx.Node]:
-    """The tensors that go into a call, each once, in the order of its arguments."""
-    found: dict[fx.Node, None] = {}
-    fx.map_arg((wanted.args, wanted.kwargs), found.setdefault)
-    return list(found)
 
 
 def _sorted(node: Node) -> list[Any]:
