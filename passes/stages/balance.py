@@ -19,18 +19,6 @@ WIDTH = 16
 optimal. With one stage per rank there is one way, and the split is optimal."""
 
 
-class StageMemory(NamedTuple):
-    """Bytes per in-flight micro-batch, and temporary bytes beside them."""
-
-    kept: float = 0.0
-    temporary: float = 0.0
-
-    def __add__(self, other: object) -> StageMemory:
-        """The memory of a rank that has both stages."""
-        assert isinstance(other, StageMemory)
-        return StageMemory(self.kept + other.kept, max(self.temporary, other.temporary))
-
-
 @dataclass(frozen=True)
 class MemoryBudget:
     """Memory budgets of ranks, and the memory of stages.
@@ -38,19 +26,19 @@ class MemoryBudget:
     Args:
         homes: the rank of each stage.
         budgets: the bytes that each rank may hold.
-        memory: of a stage on its rank, with the blocks from one on and before another.
+        memory: the bytes of a stage on its rank, with the blocks from one on and before another.
     """
 
     homes: Sequence[int]
     budgets: Sequence[float]
-    memory: Callable[[int, int, int], StageMemory]
+    memory: Callable[[int, int, int], float]
 
     def of(self, firsts: Sequence[int], blocks: int) -> list[float]:
         """The bytes of each rank, for stages with these first blocks."""
-        found = [StageMemory() for _ in self.budgets]
+        found = [0.0 for _ in self.budgets]
         for stage, (first, end) in enumerate(zip(firsts, [*firsts[1:], blocks], strict=True)):
             found[self.homes[stage]] += self.memory(stage, first, end)
-        return [sum(each) for each in found]
+        return found
 
 
 class _Way(NamedTuple):
@@ -58,15 +46,13 @@ class _Way(NamedTuple):
     blocks."""
 
     sent: float
-    memory: tuple[tuple[int, StageMemory], ...]
+    memory: tuple[tuple[int, float], ...]
     firsts: tuple[int, ...]
 
     def is_worse(self, other: _Way) -> bool:
         """Whether another one sends and stores no more."""
         pairs = zip(self.memory, other.memory, strict=True)
-        return self.sent >= other.sent and all(
-            a.kept >= b.kept and a.temporary >= b.temporary for (_, a), (_, b) in pairs
-        )
+        return self.sent >= other.sent and all(mine >= theirs for (_, mine), (_, theirs) in pairs)
 
 
 def balanced_split(
@@ -148,7 +134,7 @@ class _Blocks:
 
     def _fits(self, stage: int, first: int, end: int) -> bool:
         budget = self.budget
-        return budget is None or sum(budget.memory(stage, first, end)) <= budget.budgets[budget.homes[stage]]
+        return budget is None or budget.memory(stage, first, end) <= budget.budgets[budget.homes[stage]]
 
     def _longer(self, way: _Way, stage: int, first: int, end: int) -> _Way | None:
         """A way with one stage more, if it fits."""
@@ -156,8 +142,8 @@ class _Blocks:
         if self.budget is None:
             return _Way(sent, (), firsts)
         home, memory = self.budget.homes[stage], dict(way.memory)
-        mine = memory.pop(home, StageMemory()) + self.budget.memory(stage, first, end)
-        if sum(mine) > self.budget.budgets[home]:
+        mine = memory.pop(home, 0.0) + self.budget.memory(stage, first, end)
+        if mine > self.budget.budgets[home]:
             return None
         if home in self.budget.homes[stage + 1 :]:
             memory[home] = mine
@@ -167,7 +153,7 @@ class _Blocks:
 def _best(ways: Sequence[_Way]) -> list[_Way]:
     """The partial splits that may start the best split, at most ``WIDTH``."""
     found: list[_Way] = []
-    for way in sorted(ways, key=lambda way: (way.sent, sum(memory.kept for _, memory in way.memory))):
+    for way in sorted(ways, key=lambda way: (way.sent, sum(memory for _, memory in way.memory))):
         if len(found) < WIDTH and not any(way.is_worse(other) for other in found):
             found.append(way)
     return found

@@ -36,7 +36,7 @@ from shardfx.memory.recompute_segments import (
     SegmentedStep,
     SegmentKind,
     runs,
-    segmentations,
+    successive_modules,
 )
 from shardfx.passes import Offload, Recompute
 from shardfx.passes.memory.module_patterns import matching_modules
@@ -138,8 +138,8 @@ class RecomputeChoices:
         """Choices for longer segments, of consecutive modules: those first whose cheapest choice costs least. Of those
         that are predicted not to fit the leanest is tried alone."""
         ranked = []
-        for parts in segmentations(self._step):
-            step = self._segmented(parts)
+        for count in (each for each in TOGETHER if each < len(self._step.segments)):
+            step = self._segmented(successive_modules(self._step, count))
             choice = cheapest(step.kinds, step.moments, self.search.budget)
             ranked.append(
                 (inf, least_peak(step.kinds, step.moments), step) if choice is None else (choice.seconds, 0, step)

@@ -1,17 +1,16 @@
 """Segments of a step that may be recomputed: equal ones as one kind, and the values of each.
 
 A segment is what a module of a list does (``layers.3``), or of a module of the root where there is no list; or several
-consecutive modules (:func:`segmentations`). Some of its values are live until the backward; outputs that go on to other
-segments are kept in any case.
+consecutive modules (:func:`successive_modules`). Some of its values are live until the backward; outputs that go on to
+other segments are kept in any case.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, groupby
+from itertools import groupby
 from math import inf
 from typing import TypeVar
 
@@ -284,97 +283,10 @@ def runs(kind: SegmentKind, marks: Sequence[Mark]) -> Iterator[tuple[list[ModelS
         yield [segment for segment, _ in pairs], mark
 
 
-SLACK = (1.0, 1.1, 1.25, 1.5)
-"""The factors over the leanest split's memory that other splits may use."""
-COUNTS = (3, 4, 6, 8, 12)
-"""The numbers of about equal segments into which a forward is split, too."""
-SHARE = 1 / 8
-"""The share of all live bytes above which a module of a list is split into its submodules."""
 Modules = tuple[str, ...]
-Sizes = dict[Modules, int]
 
 
-def segmentations(step: SegmentedStep) -> Iterator[tuple[Modules, ...]]:
-    """The modules of longer segments, in several ways."""
-    live, outgoing = _live_units(step)
-    seen = set()
-    for runs in (*_lean(live, outgoing), *(_even(live, count) for count in COUNTS)):
-        parts = tuple(tuple(chain.from_iterable(run)) for run in runs)
-        if len(parts) > 1 and any(len(each) > 1 for each in parts) and parts not in seen:
-            seen.add(parts)
-            yield parts
-
-
-def _lean(live: Sizes, outgoing: Sizes) -> Iterator[list[list[Modules]]]:
-    """The split with the lowest peak, and some with a higher one and fewer segments."""
-    low, high = 0.0, float(sum(live.values()) + sum(outgoing.values()))
-    least = high
-    while least - low > high / 1000:
-        middle = (low + least) / 2
-        low, least = (low, middle) if _runs_within(live, outgoing, middle) else (middle, least)
-    yield from (_runs_within(live, outgoing, least * slack) for slack in SLACK)
-
-
-def _runs_within(live: Sizes, outgoing: Sizes, limit: float) -> list[list[Modules]]:
-    """The longest segments that hold no more while they are recomputed, beside what those before them gave, so that the
-    first are longer than the last; none: there are no such."""
-    found: list[list[Modules]] = [[]]
-    before = stored = 0
-    for unit, nbytes in live.items():
-        if found[-1] and before + stored + nbytes > limit:
-            before, stored = before + outgoing[found[-1][-1]], 0
-            found.append([])
-        if before + nbytes > limit:
-            return []
-        found[-1].append(unit)
-        stored += nbytes
-    return found
-
-
-def _even(live: Sizes, count: int) -> list[list[Modules]]:
-    """A split into about ``count`` segments with equal bytes live until the backward."""
-    size, before = max(sum(live.values()), 1) / count, 0.0
-    found: dict[int, list[Modules]] = {}
-    for unit, nbytes in live.items():
-        found.setdefault(min(int((before + nbytes / 2) / size), count - 1), []).append(unit)
-        before += nbytes
-    return list(found.values())
-
-
-def _live_units(step: SegmentedStep) -> tuple[Sizes, Sizes]:
-    """Modules that are not parted: the bytes of each that are live until the backward, and what it gives to others. A
-    module whose output the backward does not need goes with the next, or it would be live as well."""
-    mesh, blocks, units = step.graph.mesh, Counter[str](), dict[Node, str]()
-    nbytes = {
-        node: sum(value.local_bytes(mesh) for value in node.outs if value in step.needed)
-        for node in step.graph.nodes
-        if node.phase is Phase.FORWARD and node.where.module
-    }
-    for node, size in nbytes.items():
-        blocks[step.segment_at(node.where.module)] += size
-    large = {path for path, size in blocks.items() if size > SHARE * blocks.total()}
-    modules = {node.where.module for node in nbytes}
-    outer = {path for module in modules for path in prefixes(module)[:-1] if path in modules}
-    for node in nbytes:
-        path, module = step.segment_at(node.where.module), node.where.module
-        if path not in large or module not in outer:  # what an outer one does itself lies around the others
-            units[node] = module if path in large else path
-    live, outgoing = dict.fromkeys(units.values(), 0), dict.fromkeys(units.values(), 0)
-    for node, unit in units.items():
-        live[unit] += nbytes[node]
-    open_, passed = set[str](), set[Value]()
-    for node, unit in units.items():
-        for value in sources(node.operands) - passed:
-            maker = units.get(value.node, unit) if value.node is not None else unit
-            if maker != unit:
-                passed.add(value)
-                outgoing[maker] += value.local_bytes(mesh)
-                if value not in step.needed:
-                    open_.add(maker)
-    together: list[list[str]] = [[]]
-    for unit in live:
-        together[-1].append(unit)
-        if unit not in open_:
-            together.append([])
-    groups = [tuple(each) for each in together if each]
-    return {each: sum(map(live.__getitem__, each)) for each in groups}, {each: outgoing[each[-1]] for each in groups}
+def successive_modules(step: SegmentedStep, count: int) -> tuple[Modules, ...]:
+    """The modules of longer segments: of so many consecutive ones of a step each."""
+    paths = [path for each in step.segments for path in each.paths]
+    return tuple(tuple(paths[at : at + count]) for at in range(0, len(paths), count))

@@ -1,8 +1,8 @@
 """``Pipeline(stages=None)`` under a budget: the split into stages whose slowest is fastest, of those that fit.
 
-The plan with balanced stages is made first. Where its blocks' memory (:class:`BlockMemory`) exceeds a rank's budget,
-the best split that fits is sought (:mod:`shardfx.passes.stages.balance`), planned, and its ranks' programs replayed;
-the differences between replay and estimate correct the search for the next split.
+The plan with balanced stages is made first. Where a rank of it exceeds the budget, the best split that fits by an
+estimate (:class:`BlockMemory`) is sought (:mod:`shardfx.passes.stages.balance`), planned, and its ranks' programs
+replayed; the differences between replay and estimate correct the search for the next split.
 """
 
 from __future__ import annotations
@@ -26,16 +26,13 @@ from shardfx.memory.rank_memory import stored_bytes
 from shardfx.memory.recompute_segments import sources
 from shardfx.passes.stages import SearchedCounts, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
-from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
+from shardfx.passes.stages.balance import MemoryBudget, balanced_split, smallest_split
 from shardfx.passes.stages.make_schedule import AUTO
 from shardfx.passes.stages.stage_blocks import ModelBlocks
 from shardfx.schedules.timeline import first_ranks
 
 TRIES = 4
 """The most splits that are planned."""
-HOPED = 0.2
-"""The share of the budget by which estimates are lowered before a plan is known, for transient memory is counted as if
-an iteration had most of it beside all its activations."""
 
 
 def fitting_stages(search: PlanSearch) -> Compiled:
@@ -68,7 +65,7 @@ class StageSplits:
         assert graph.pipeline is not None
         self.search, self.homes = search, graph.pipeline.homes
         self.blocks = BlockMemory(graph, graph.pipeline)
-        self.more = [-HOPED * search.budget] * (max(self.homes) + 1)
+        self.more = [0.0] * (max(self.homes) + 1)
         """The error of the estimate for each rank: bytes beyond the prediction."""
         self.balanced = first_blocks(graph, self.blocks.blocks.names)
         """The first blocks of the initial plan's stages; empty where they are no contiguous ranges of blocks."""
@@ -81,13 +78,11 @@ class StageSplits:
         return MemoryBudget(self.homes, [self.search.budget - more for more in self.more], self.blocks.memory_of)
 
     def candidates(self) -> Iterator[Candidate]:
-        """The balanced split, where it may fit; then the fastest that may fit, until none is faster than one that
+        """The balanced split; where it does not fit the fastest that may fit, until none is faster than one that
         does."""
-        predicted = self.room.of(self.balanced, self.blocks.count)
-        if all(peak <= budget for peak, budget in zip(predicted, self.room.budgets, strict=True)):
-            yield (made := self._planned(self.balanced))
-            if self.search.fits(made):
-                return
+        yield (made := self._planned(self.balanced))
+        if self.search.fits(made):
+            return
         for _ in range(TRIES):
             firsts = balanced_split(self.blocks.costs, len(self.homes), budget=self.room)
             fitting = [self._seconds(split) for split, made in self.known.items() if self.search.fits(made)]
@@ -156,12 +151,10 @@ class BlockMemory:
         kept = {v for v in self._kept if pipeline.microbatches in (v.spec.axes if v.spec is not None else ())}
         self._once = range_bytes([*self._stored(), *self._uses(self._kept - kept)])
         self._in_iterations = range_bytes(self._uses(kept))
-        self._passing = self._in_passing(self._kept)
 
-    def memory_of(self, stage: int, first: int, end: int) -> StageMemory:
-        """The memory of a stage with the blocks from ``first`` to before ``end``."""
-        stays = self._once(first, end) + self.live[stage] * self._in_iterations(first, end)
-        return StageMemory(stays, max(self._passing[first:end]))
+    def memory_of(self, stage: int, first: int, end: int) -> float:
+        """The bytes of a stage with the blocks from ``first`` to before ``end``, without transient ones."""
+        return self._once(first, end) + self.live[stage] * self._in_iterations(first, end)
 
     # ---- what there is --------------------------------------------------------------------------------------------
 
@@ -204,26 +197,6 @@ class BlockMemory:
     def _adding_up(self, value: Value) -> int:
         """The bytes of the buffer in which a gradient is accumulated, before it is sharded."""
         return max(each.local_bytes(self.graph.mesh) for each in before_communication(value))
-
-    def _in_passing(self, kept: set[Value]) -> list[int]:
-        """The peak of transient bytes of each block."""
-        left = Counter({value: len(users) for value, users in self._users.items()})
-        leaves = sources(each for output in self.graph.outputs for each in before_communication(output.value))
-        found, there, now = [0] * self.count, set[Value](), 0
-        for node in self.graph.nodes:
-            if node.op is comm.send:
-                continue
-            for value in (sources(node.outs) & {*node.outs}) - kept - leaves:
-                there.add(value)
-                now += value.local_bytes(self.graph.mesh)
-            for block in self._assigned.at[node]:
-                found[block] = max(found[block], now)
-            for value in sent_from(sources([*node.operands, *node.outs])):
-                left[value] -= value not in node.outs
-                if value in there and left[value] <= 0:
-                    there.remove(value)
-                    now -= value.local_bytes(self.graph.mesh)
-        return found
 
 
 def range_bytes(uses: Iterable[tuple[int, Sequence[int]]]) -> Callable[[int, int], int]:

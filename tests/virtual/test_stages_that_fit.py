@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.text.printer import size_text
-from shardfx.passes.stages.balance import MemoryBudget, StageMemory, balanced_split, smallest_split
+from shardfx.passes.stages.balance import MemoryBudget, balanced_split, smallest_split
 from tests.reference import check_step
 
 BLOCKS, RANKS = 5, 2
@@ -87,8 +87,8 @@ SENT = [0.0, 4.0, 2.0, 7.0, 1.0, 3.0, 3.0, 2.0]
 
 
 def room_of(homes: tuple[int, ...], budget: float) -> MemoryBudget:
-    def held(stage: int, first: int, end: int) -> StageMemory:
-        return StageMemory((len(homes) - stage) * sum(KEEPS[first:end]), max(KEEPS[first:end]))
+    def held(stage: int, first: int, end: int) -> float:
+        return (len(homes) - stage) * sum(KEEPS[first:end])
 
     return MemoryBudget(homes, [budget] * (max(homes) + 1), held)
 
