@@ -2,15 +2,16 @@
 
 Code may do something else while it is traced (``torch.compiler.is_compiling()``, ``isinstance(x, FakeTensor)``), and
 torch's Python decompositions of ops, which are traced, may differ from their kernels. So a model whose weights and
-examples have content is run as it is beside its graph. What differs by more than rounding is compared again in float64,
-where rounding is smaller by 2**29 and another function differs as before; then it is an error.
+examples have content is run as it is beside its graph. What differs by more than rounding is compared again in float64
+(of a model in float64: in float32), where rounding is smaller by 2**29 and another function differs as before; then it
+is an error.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -43,11 +44,10 @@ MAX_NUMEL = 2**24
 """Elements of weights and inputs: a larger model costs more to run than to capture, and is not run, unless it is traced
 with its content, which is a run already."""
 TIGHT, LOOSE = 0.75, 0.5
-"""Tolerance: the dtype's epsilon to this power (6e-6 in float32, 2e-12 in float64), relative to the largest element
-that differs; LOOSE where the model does not run in float64."""
-OF_FLOAT32, OF_PERTURBED = 2.0**-20, 30.0
-"""Rounding in float64, at most: as a share of the rounding in float32, and as a multiple of what inputs that are
-perturbed by one epsilon change. Neither alone sees all cancellation: some kernels accumulate float32 exactly."""
+"""Tolerance: the epsilon of the coarsest dtype to this power (6e-6 in float32), relative to the largest element that
+differs; LOOSE where the model does not run in float64."""
+SHARE = 2.0**-12
+"""Rounding in float64, at most: as a share of what each run alone is rounded by in the coarser dtype."""
 COMPARED = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GRADIENT, OutputKind.BUFFER)
 Draws = Mapping[Value, Call]
 """The values of a graph that are made of shardfx's random numbers, and torch's call that each stands for."""
@@ -106,42 +106,34 @@ class EagerReference:
             return
         mode = ReproducibleRun() if graph.of_kind(InputKind.SEED) else None
         got, expected = self._captured(graph, drawn, mode), self._expected
-        epsilons = _epsilons(graph)
-        epsilon = {output_name(output): epsilons[output.value] for output in graph.outputs}
-        differing = [
-            name
-            for name in dict.fromkeys((*got, *expected))
-            if name not in self._kept and not _same(got.get(name), expected.get(name), epsilon.get(name))
-        ]
-        differing = self._in_float64(graph, drawn, got, differing, epsilon) if differing else []
+        epsilon = max(epsilon_of(value.type.dtype) for value in graph.values())
+        names = [name for name in dict.fromkeys((*got, *expected)) if name not in self._kept]
+        differing = _differing(names, got, expected, epsilon**TIGHT)
+        differing = self._beyond_rounding(graph, drawn, got, differing, epsilon) if differing else []
         if differing:
             raise _traced_differs(graph, differing[0], got, expected)
 
-    def _in_float64(
-        self, graph: Graph, drawn: Draws, got: RunOutputs, differing: list[str], epsilon: Mapping[str, float]
+    def _beyond_rounding(
+        self, graph: Graph, drawn: Draws, got: RunOutputs, names: list[str], epsilon: float
     ) -> list[str]:
         """The differing outputs that differ in float64 too, by more than its rounding."""
-        both = [name for name in differing if name in got and name in self._expected]
-        only_one = [name for name in differing if name not in both]
+        other = torch.float64 if epsilon > torch.finfo(torch.float64).eps else torch.float32
         try:
-            exact = self._captured(graph, drawn, ReproducibleRun(torch.float64))
-            mode = ReproducibleRun(torch.float64)
+            mode = ReproducibleRun(other)
             own = copied(self._program, {})._apply(mode.cast)  # `to` would make complex parameters real
             inputs = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
-            expected = self._eager(own, inputs, mode)
-            coarse = self._captured(graph, drawn, ReproducibleRun(torch.float32))
-            perturbed = [self._captured(graph, drawn, ReproducibleRun(torch.float64, seed)) for seed in (1, 2)]
+            ours, theirs = self._captured(graph, drawn, mode), self._eager(own, inputs, ReproducibleRun(other))
         except Exception:  # of code that takes no other precision
-            loose = {name: epsilon.get(name, 0.0) ** LOOSE for name in both}
-            return only_one + [name for name in both if not is_close(got[name], self._expected[name], loose[name])]
-        tolerance = torch.finfo(torch.float64).eps ** TIGHT
-        left = []
-        for name in both:
-            rounding = OF_FLOAT32 * _largest(coarse[name], exact[name])
-            rounding += OF_PERTURBED * max(_largest(each[name], exact[name]) for each in perturbed)
-            if not is_close(exact[name], expected[name], tolerance, rounding):
-                left.append(name)
-        return only_one + left
+            return _differing(names, got, self._expected, epsilon**LOOSE)
+        fine = (ours, theirs) if other is torch.float64 else (got, self._expected)
+
+        def is_rounding(name: str) -> bool:
+            if not all(name in run for run in (got, self._expected, ours, theirs)):
+                return False
+            rounding = max(_largest(got[name], ours[name]), _largest(self._expected[name], theirs[name]))
+            return _largest(fine[0][name], fine[1][name]) <= SHARE * min(rounding, torch.finfo(torch.float32).max)
+
+        return [name for name in names if not is_rounding(name)]
 
     def _eager(self, program: nn.Module, tensors: Sequence[Tensor], mode: ReproducibleRun) -> RunOutputs:
         """The outputs of the program by torch's own autograd. Buffers and generators are left as they were."""
@@ -185,7 +177,7 @@ class EagerReference:
             elif each.kind is InputKind.STATE and each.name == names.seed_state:
                 known[each.name] = torch.tensor(names.seed, dtype=torch.float64)
         if mode is not None:
-            known = {name: mode.input(each) for name, each in known.items()}
+            known = {name: mode.cast(each) for name, each in known.items()}
         values = {output.value for output in graph.outputs}
         with _seeded(), mode or nullcontext():
             env = interpret(graph, known, only=values, instead=drawn)
@@ -229,15 +221,6 @@ def _seeded() -> Iterator[None]:
 # ---- tolerance ----------------------------------------------------------------------------------------------------
 
 
-def _epsilons(graph: Graph) -> dict[Value, float]:
-    """For each value the epsilon of the coarsest floating dtype that it is computed from."""
-    found = {inp.value: epsilon_of(inp.value.type.dtype) for inp in graph.inputs}
-    for node in graph.nodes:
-        coarsest = max((found[value] for value in node.operands), default=0.0)
-        found.update((value, max(coarsest, epsilon_of(value.type.dtype))) for value in node.outs)
-    return found
-
-
 def epsilon_of(dtype: torch.dtype) -> float:
     """The epsilon of a floating dtype; 0 of others."""
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
@@ -250,30 +233,28 @@ def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
     return torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf, torch.inf, torch.inf))
 
 
-def _largest(ours: Tensor, theirs: Tensor) -> float:
-    far = _distance(ours, theirs)
-    return far.max().item() if far.numel() else 0.0
+def _differing(names: Iterable[str], got: RunOutputs, expected: RunOutputs, tolerance: float) -> list[str]:
+    """The outputs that differ by more than ``tolerance`` times the largest element that does; one that a run does not
+    have is zero in the other."""
+    return [name for name in names if not _is_close(got.get(name), expected.get(name), tolerance)]
 
 
-def is_close(ours: Tensor, theirs: Tensor, tolerance: float | None = None, atol: float = 0.0) -> bool:
-    """Whether two tensors differ by at most ``tolerance`` times the largest element that differs, plus ``atol``."""
+def _is_close(ours: Tensor | None, theirs: Tensor | None, tolerance: float) -> bool:
+    if ours is None or theirs is None:
+        only = ours if ours is not None else theirs
+        return only is None or not wide(only).count_nonzero()
     if ours.shape != theirs.shape:
         return False
+    largest = wide(theirs.detach()).abs()[_distance(ours, theirs) > 0].nan_to_num(0.0, 0.0, 0.0)
+    return not largest.numel() or _largest(ours, theirs) <= tolerance * largest.max().item()
+
+
+def _largest(ours: Tensor, theirs: Tensor) -> float:
+    """The largest distance; infinite where shapes differ."""
+    if ours.shape != theirs.shape:
+        return math.inf
     far = _distance(ours, theirs)
-    worst = far.max().item() if far.numel() else 0.0
-    if worst == 0.0:
-        return True
-    tolerance = epsilon_of(ours.dtype) ** TIGHT if tolerance is None else tolerance
-    scale = wide(theirs.detach()).abs()[far > 0].nan_to_num(0.0, 0.0, 0.0).max().item()
-    return worst <= tolerance * scale + atol
-
-
-def _same(got: Tensor | None, expected: Tensor | None, epsilon: float | None) -> bool:
-    """Whether an output is close in both runs; one that a run does not have is zero in the other."""
-    if got is None or expected is None:
-        only = got if got is not None else expected
-        return only is None or not wide(only).count_nonzero()
-    return is_close(got, expected, (epsilon_of(expected.dtype) if epsilon is None else epsilon) ** TIGHT)
+    return far.max().item() if far.numel() else 0.0
 
 
 # ---- modes --------------------------------------------------------------------------------------------------------
@@ -283,13 +264,12 @@ class ReproducibleRun(TorchDispatchMode):
     """Within, each draw of random numbers starts from seed 0: draws of one shape and kind are equal, in any order and
     by any generator. Attention has no dropout.
 
-    With a ``dtype`` all floating numbers are of it, whatever the code says. ``perturbed``: inputs are moved by one
-    epsilon or none, drawn by this seed.
+    With a ``dtype`` all floating numbers are of it, whatever the code says.
     """
 
-    def __init__(self, dtype: torch.dtype | None = None, perturbed: int = 0) -> None:
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._dtype, self._perturbed = dtype, perturbed
+        self._dtype = dtype
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -321,14 +301,6 @@ class ReproducibleRun(TorchDispatchMode):
             dtype = self.cast(each.dtype)
             return each if each.dtype is dtype else each.to(dtype)
         return each
-
-    def input(self, each: Tensor) -> Tensor:
-        """An input of the graph, in the dtype of this run, perturbed."""
-        cast: Tensor = self.cast(each)
-        if not self._perturbed or not (cast.is_floating_point() or cast.is_complex()):
-            return cast
-        by = torch.randint(-1, 2, cast.shape, generator=torch.Generator().manual_seed(self._perturbed), device="cpu")
-        return cast * (1 + by.to(cast.dtype) * torch.finfo(cast.dtype).eps)
 
     def _drawn(self, func: Any, args: Any, kwargs: Any) -> Any:
         torch.default_generator.manual_seed(0)

@@ -20,11 +20,9 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.utils.stateless import _reparametrize_module
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.repeat import Repeat
 from shardfx.ir.spec import dim_order_of
@@ -55,7 +53,6 @@ from .optimizer.optimizer_groups import Factory
 from .optimizer.training_step import SCALE, TrainingStep
 from .optimizer.update_spec import UpdateSpec
 from .repeated_blocks import TRACED_WHOLE, FoldedModel, find_repeats
-from .source_locations import describe
 
 
 @dataclass(frozen=True)
@@ -262,8 +259,6 @@ def _trace(
                 now = attributes_of(program.model)
                 program.results.sets = tuple(name for name, text in now.items() if text != before.get(name))
             eager.check(graph, drawn)
-        if program.assigned.with_history and program.loss is not None:
-            _reject_history(program, tensors, graph)
         graph.notes = [each for each in (eager.note, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
@@ -273,46 +268,6 @@ def _trace(
     except Exception as error:
         asked = program.model, program.guard, program.unseen
         raise explain(error, *asked, eager.raised if eager is not None else None) from error
-
-
-def _reject_history(program: ModelAndLoss, tensors: Sequence[torch.Tensor], graph: Graph) -> None:
-    """Refuse buffers through which the backward of a call goes into the call before: torch raises at the second
-    backward, or adds the gradients of all earlier calls.
-
-    Raises:
-        Error: naming the buffer.
-    """
-    known = {f"model.{name}": each for name, each in stored(program.model).items()}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        made = {id(each): _fake_like(each) for each in (*known.values(), *tensors)}
-        begins = {
-            name: made[id(known[name])].detach().requires_grad_() for name in sorted(program.assigned.with_history)
-        }
-        made.update((id(known[name]), leaf.clone()) for name, leaf in begins.items())
-        with _reparametrize_module(program, {name: made[id(each)] for name, each in known.items()}):
-            loss = program(*(made[id(each)] for each in tensors))[0]
-        leaves = [*begins.values()]
-        found = torch.autograd.grad(loss, leaves, allow_unused=True) if loss.requires_grad else [None] * len(leaves)
-    reached = next((name for name, grad in zip(begins, found, strict=True) if grad is not None), None)
-    if reached is None:
-        return
-    name = reached.removeprefix("model.")
-    written = next((o.value.where for o in graph.outputs if (o.kind, o.name) == (OutputKind.BUFFER, name)), None)
-    raise Error(
-        "a buffer carries an autograd graph from one call to the next",
-        where="  ".join(filter(None, (name, describe(written) if written is not None else ""))),
-        expected="a backward that ends in its own call",
-        got="a loss that depends on what the buffer was, with a gradient: the second backward raises, or goes through "
-        "all calls so far",
-        remedy=f"compute a new tensor of self.{name.rpartition('.')[2]}.detach(), use that, and copy_() it into the "
-        "buffer under torch.no_grad()",
-    )
-
-
-def _fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    is_parameter = isinstance(tensor, nn.Parameter)
-    return nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
 
 
 def aliases_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

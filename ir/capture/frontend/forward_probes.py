@@ -137,12 +137,10 @@ def _module(function: Any) -> nn.Module | None:
 
 
 class AssignedBuffers:
-    """The buffers that a program's forward replaces, or writes a value with a gradient to: known once it ran."""
+    """The buffers that a program's forward replaces: known once it ran."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
-        self.with_history: set[str] = set()
-        """The names of buffers that carry an autograd graph from one call to the next."""
 
     @contextmanager
     def noting(self, program: nn.Module, *, written: bool) -> Iterator[None]:
@@ -156,9 +154,6 @@ class AssignedBuffers:
         modules = [(path, each, dict(each._buffers), dict(each._parameters)) for path, each in program.named_modules()]
         known: list[tuple[nn.Module, str, Tensor]] = []
         copies: dict[Tensor, Tensor] = {}
-        leaves = {
-            was for _, _, were, _ in modules for was in were.values() if was is not None and not was.requires_grad
-        }
         for path, module, were, _ in modules if written else ():
             for name, was in were.items():
                 if was is not None and f"{path}.{name}" in self.names:
@@ -181,11 +176,7 @@ class AssignedBuffers:
         for was, value in found.values():
             held_as[id(was)].add(id(value))
         for name, (was, value) in found.items():
-            if value is copies.get(was, was):
-                if was in leaves and value is not None and value.requires_grad:
-                    self.names.add(name)
-                    self.with_history.add(name)
-            elif value is not was:
+            if value is not was and value is not copies.get(was):
                 _check(name.removeprefix("model."), was, value, len(held_as[id(was)]) == 1, name in parameters)
                 self.names.add(name)
         with torch.no_grad():
