@@ -18,7 +18,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.memory.budget import within_budget
-from shardfx.module.call_signature import autocast_around, check_modes
+from shardfx.module.call_signature import autocast_around, reject_traces
 from shardfx.module.execution_target import ExecutionTarget
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rule_checks import check_own_rules
@@ -93,7 +93,7 @@ def parallelize(
             got="a ParallelModule",
             remedy="with pm.gathered() as model: gives one with the weights of the moment",
         )
-    check_modes("parallelize(...)")
+    reject_traces("parallelize(...)")
     described = mesh if isinstance(mesh, Mesh) else Mesh.from_device_mesh(mesh)
     given = as_module(model)
     module, loss = with_own_loss(given, hints.loss)

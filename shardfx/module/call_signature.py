@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,12 +13,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import _get_current_function_mode_stack
 
 from shardfx.compiled import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.frontend.dynamo import users_hooks
-from shardfx.ir.capture.frontend.model_preparation import is_installed, refuse_hook
+from shardfx.ir.capture.frontend.model_preparation import refuse_hook
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.errors import Error
@@ -29,29 +27,26 @@ from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
 
-OF_OTHERS = sys.stdlib_module_names | {"torch", "shardfx"}
-
-
-def _is_users(kind: type) -> bool:
-    """Whether a class is of the user's code, and not of an installed library or of shardfx."""
-    return not is_installed(kind) and kind.__module__.partition(".")[0] not in OF_OTHERS
-
-
-PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
-NO_PART = (vars(torch.Tensor)["__torch_function__"].__func__, torch._C._disabled_torch_function_impl)
-"""The ``__torch_function__`` of classes that override no function."""
-
 
 def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
     """Refuse inputs that are no plain tensors with content, and calls within contexts that programs do not support.
 
     Raises:
         Error: one of ``torch.func``; or an input with a tangent, which would be lost; a fake one, a sparse one, one of
-            a class that changes what functions do.
+            a class that dispatches ops itself.
     """
-    for name, leaf in tensors.items():
-        if type(leaf) not in PLAIN_CLASSES:
-            _check_class(name, type(leaf))
+    plain = torch._C._disabled_torch_dispatch_impl
+    kinds = {name: type(leaf) for name, leaf in tensors.items() if type(leaf).__torch_dispatch__ is not plain}
+    other = next((name for name, kind in kinds.items() if not issubclass(kind, FakeTensor)), None)
+    if other is not None:
+        raise Error(
+            f"an input is a {kinds[other].__name__}, whose own code would be passed over",
+            where="pm(...)",
+            expected=f"a plain tensor as {other}",
+            got=f"a {kinds[other].__name__}, which defines __torch_dispatch__",
+            remedy=f"the plain tensor that {other} stands for, such as .full_tensor() of a DTensor; a rank's own part "
+            "may be passed as .to_local()",
+        )
     odd = next((name for name, leaf in tensors.items() if leaf.layout is not torch.strided or leaf.is_nested), None)
     if odd is not None:
         raise Error(
@@ -82,11 +77,11 @@ def check_call(tensors: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def check_modes(where: str) -> None:
-    """Refuse modes of torch functions and traces, which would not see the model's functions.
+def reject_traces(where: str) -> None:
+    """Refuse traces, which would not see the model's functions.
 
     Raises:
-        Error: naming one.
+        Error: there is one.
     """
     if torch.jit.is_tracing() or get_proxy_mode() is not None:
         raise Error(
@@ -96,35 +91,6 @@ def check_modes(where: str) -> None:
             got="torch.export, make_fx or torch.jit.trace",
             remedy="trace the model itself: with pm.gathered() as model: ...; pm.rank_module(rank) is a rank's program",
         )
-    mode = next((each for each in _get_current_function_mode_stack() if _is_users(type(each))), None)
-    if mode is not None:
-        raise Error(
-            "a mode around a call sees no function of the model, and changes none",
-            where=f"{where}, within {type(mode).__name__}()",
-            expected="no TorchFunctionMode of one's own",
-            got=f"a {type(mode).__name__}",
-            remedy=f"open it in the model's forward, with which it is captured; or call {where} outside of it",
-        )
-
-
-def _check_class(name: str, kind: type[torch.Tensor]) -> None:
-    """Refuse a tensor subclass whose code would take part in each function that is called with one.
-
-    Of installed ones those that only wrap (``tv_tensors``) have the values of plain ones."""
-    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
-    own = function not in NO_PART and _is_users(kind)
-    if issubclass(kind, FakeTensor) or (not own and kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl):
-        return
-    raise Error(
-        f"an input is a {kind.__name__}, whose own code would be passed over",
-        where="pm(...)",
-        expected=f"a plain tensor as {name}",
-        got=f"a {kind.__name__}, which defines {'__torch_function__' if own else '__torch_dispatch__'}",
-        remedy=f"{name}.as_subclass(torch.Tensor)"
-        if own
-        else f"the plain tensor that {name} stands for, "
-        "such as .full_tensor() of a DTensor; a rank's own part may be passed as .to_local()",
-    )
 
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, range, slice)

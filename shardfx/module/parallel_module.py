@@ -14,7 +14,7 @@ from torch import fx, nn
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.model_preparation import STATE, quiet_copies
 from shardfx.ir.errors import Error
-from shardfx.module.call_signature import CallReader, check_modes
+from shardfx.module.call_signature import CallReader, reject_traces
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
 from shardfx.module.module_tree import ProxyTree
@@ -159,7 +159,7 @@ class ParallelModule(PlannedModule):
     ) -> Any:
         """Run a call, with an ``optimizer`` a full training step."""
         with self._peers.calling():
-            check_modes("pm(...)")
+            reject_traces("pm(...)")
             self._state.check_complete()
             if self._source_check is not None:
                 self._source_check.check()
