@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import importlib
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -63,38 +61,6 @@ class Annotate:
         return lines
 
 
-class _LazyMeta(dict[str, Any]):
-    """A node's ``meta`` that computes ``val`` when it is first read."""
-
-    def __init__(self, known: Mapping[str, Any], find: Callable[[], Any]) -> None:
-        super().__init__(known)
-        self._find = find
-
-    def __missing__(self, key: str) -> Any:
-        if key != "val":
-            raise KeyError(key)
-        found = self[key] = self._find()
-        return found
-
-    def __contains__(self, key: object) -> bool:
-        return key == "val" or super().__contains__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def __copy__(self) -> _LazyMeta:
-        return _LazyMeta(self, self._find)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _LazyMeta:
-        return _LazyMeta(copy.deepcopy(dict(self), memo), self._find)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, ({**self, "val": self["val"]},)
-
-
 class RankModule(fx.GraphModule):
     """The ``GraphModule`` of one rank's program."""
 
@@ -123,23 +89,6 @@ class RankModule(fx.GraphModule):
         module = RankModule(root, graph, class_name=f"Rank{rank}")
         module.meta["rank"] = rank
         return module
-
-    def tell(self, values: Callable[[], Mapping[str, Any]]) -> RankModule:
-        """Make ``meta["val"]`` of each node available lazily, a fake tensor of its result; returns the module.
-
-        Args:
-            values: finds out what each node gives, by its name; asked once, when the first ``val`` is.
-        """
-        known = functools.cache(values)
-
-        def find(node: fx.Node) -> Callable[[], Any]:
-            if node.op == "output":
-                return lambda: fx.map_arg(node.args[0], lambda each: known()[each.name])
-            return lambda: known().get(node.name)
-
-        for node in self.graph.nodes:
-            node.meta = _LazyMeta(node.meta, find(node))
-        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         calls = [

@@ -93,7 +93,13 @@ class PlannedModule(ProxyRoot):
         """
         program = self.rank_program(rank, training=training)
         with no_collection():
-            return program.module().tell(lambda: values(program))
+            module, known = program.module(), values(program)
+        for node in module.graph.nodes:
+            if node.op == "output":
+                node.meta["val"] = fx.map_arg(node.args[0], lambda each: known[each.name])
+            else:
+                node.meta["val"] = known.get(node.name)
+        return module
 
     def rank_program(self, rank: int, *, training: bool | None = None) -> RankProgram:
         """The program of a rank: its ``graph``, its text (``str``), its inputs and outputs."""
