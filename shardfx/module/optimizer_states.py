@@ -90,31 +90,6 @@ def sharding(state: ModelState, optimizer: torch.optim.Optimizer, full: Mapping[
     return {**full, "state": states, "param_groups": groups}
 
 
-def by_number(full: Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict by the model's names as torch's optimizers have it: parameters are numbers, group by group."""
-    numbers = {name: i for i, name in enumerate(name for group in full["param_groups"] for name in group["params"])}
-    groups = [{**group, "params": [numbers[name] for name in group["params"]]} for group in full["param_groups"]]
-    states = {numbers[name]: state for name, state in full["state"].items() if state}
-    return {**full, "state": states, "param_groups": groups}
-
-
-def by_name(names: Sequence[Sequence[str]], values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A numbered state dict by the ``names`` of its groups; one by names as it is.
-
-    Raises:
-        Error: the groups are others.
-    """
-    theirs = [group["params"] for group in values["param_groups"]]
-    if not any(isinstance(each, int) for group in theirs for each in group):
-        return values
-    if [*map(len, names)] != [*map(len, theirs)]:
-        raise _other_groups([*map(len, names)], [*map(len, theirs)])
-    named = {i: name for group, mine in zip(theirs, names, strict=True) for i, name in zip(group, mine, strict=True)}
-    groups = [{**group, "params": list(mine)} for group, mine in zip(values["param_groups"], names, strict=True)]
-    states = {named[i]: state for i, state in values["state"].items() if i in named}
-    return {**values, "state": states, "param_groups": groups}
-
-
 def _members(state: ModelState, optimizer: torch.optim.Optimizer) -> list[list[tuple[str, int | None]]]:
     """The parameters of each group: name ("" for one that is not the model's) and place. Of a pipeline, the model's
     stand in its order, also those that only other processes hold, which have no place here."""

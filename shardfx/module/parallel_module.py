@@ -19,7 +19,7 @@ from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
 from shardfx.module.module_tree import ProxyTree
 from shardfx.module.optimizer_hooks import watch_norms
-from shardfx.module.optimizer_states import LOADED, SAVED, by_name, by_number, carry_over, joined, sharding
+from shardfx.module.optimizer_states import LOADED, SAVED, carry_over, joined, sharding
 from shardfx.module.planned_module import PlannedModule
 from shardfx.module.program_optimizer import ProgramOptimizer
 from shardfx.module.programs import Programs
@@ -312,7 +312,7 @@ class ParallelModule(PlannedModule):
         """
         with self._together("full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, SAVED):
-                return by_number(own.full_state_dict())
+                return own.full_state_dict()
             return joined(self._state, optimizer)
 
     def load_full_optimizer_state_dict(self, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
@@ -324,9 +324,9 @@ class ParallelModule(PlannedModule):
         """
         with self._together("load_full_optimizer_state_dict(...)"):
             if own := self._in_program(optimizer, LOADED):
-                own.load_full_state_dict(by_name([group["params"] for group in own.named_groups()], state_dict))
-                return
-            optimizer.load_state_dict(sharding(self._state, optimizer, state_dict))
+                own.load_full_state_dict(state_dict)
+            else:
+                optimizer.load_state_dict(sharding(self._state, optimizer, state_dict))
 
     @contextmanager
     def gathered(self) -> Iterator[nn.Module]:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 
 from shardfx.ir.capture.optimizer.training_step import SCALE
-from shardfx.ir.capture.optimizer.update_spec import NAMES, OptimizerState, fixed, inputs_of, options_by_name
+from shardfx.ir.capture.optimizer.update_spec import NAMES, OptimizerState, fixed, inputs_of
 from shardfx.ir.errors import Error
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.module.model_state import ModelState
@@ -29,7 +29,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
     are those of the plan.
 
     ``state_dict()`` has the shards of this process, for ``torch.distributed.checkpoint`` and for the same plan;
-    ``full_state_dict()`` full states by the model's names, for any plan and for torch's own optimizers.
+    ``full_state_dict()`` full states as an optimizer of the model itself has them, for any plan and for that.
     """
 
     def __init__(self, state: ModelState) -> None:
@@ -137,7 +137,7 @@ class ProgramOptimizer(torch.optim.Optimizer):
         store = self.model_state.store
         finish(store.device)
         shards = {name: each[0] if len(each) == 1 else list(each) for name, each in store.states.items()}
-        return {"state": shards, "param_groups": self.named_groups(), "placed": self._placed()}
+        return {"state": shards, "param_groups": self._groups(), "placed": self._placed()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a :meth:`state_dict` of the same plan and optimizer.
@@ -162,43 +162,53 @@ class ProgramOptimizer(torch.optim.Optimizer):
         self._set_options(options)
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Full states by the model's own names: ``{"state": {name: {"exp_avg": ...}}, "param_groups": [...]}``, as
-        ``torch.distributed.checkpoint.state_dict`` has it. Under ``torchrun`` all ranks call it."""
+        """Full states as a ``torch.optim.Optimizer`` of the model has them: ``{"state": {0: {"exp_avg": ...}},
+        "param_groups": [...]}``, with the parameters numbered group by group. Under ``torchrun`` all ranks call it."""
         self.begin()
-        store = self.model_state.store
+        store, numbers = self.model_state.store, self._numbers
         full = {s.name: store.full(s.name) for states in self.update.states.values() for s in states}
         found = {
-            name: {state.key: _as_kept(full[state.name], state) for state in states}
+            numbers[name]: {state.key: _as_kept(full[state.name], state) for state in states}
             for name, states in self.update.states.items()
+            if states
         }
         counts = {name: float(store.full(name)) for name in self.update.counts}
-        return {"state": found, "param_groups": self.named_groups(), **({"counts": counts} if counts else {})}
+        return {"state": found, "param_groups": self._groups(), **({"counts": counts} if counts else {})}
 
     def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load full states by the model's own names, each rank its shards. All ranks call it; rank 0's are loaded.
+        """Load full states, each rank its shards: those of any plan, or of an optimizer of the model itself. All ranks
+        call it; rank 0's are loaded.
 
         Raises:
             Error: they are those of another model or optimizer; or differ where parameters share one.
         """
         self.begin()
-        saved = state_dict.get("state", {})
-        wanted = {name: {state.key for state in states} for name, states in self.update.states.items() if states}
-        have = {name: set(states) for name, states in saved.items() if states}
+        where, names = "pm.optimizer.load_full_state_dict(...)", [*self._numbers]
+        options = self._options_of(state_dict, where)
+        order = [number for group in state_dict["param_groups"] for number in group["params"]]
+        saved = {name: state_dict["state"].get(number, {}) for name, number in zip(names, order, strict=True)}
+        wanted = {name: {state.key for state in states} for name, states in self.update.states.items()}
+        have = {name: set(saved[name]) for name in wanted}
         if have != wanted:
-            raise _other_states("pm.optimizer.load_full_state_dict(...)", wanted, have)
+            raise _other_states(where, wanted, have)
         new: dict[str, torch.Tensor] = {}
         for name, states in self.update.states.items():
             for state in states:
                 value = torch.as_tensor(saved[name][state.key])
                 self._check(name, state, value, new.get(state.name))
                 new[state.name] = value
-        options = self._options_of(state_dict, "pm.optimizer.load_full_state_dict(...)")
         with torch.no_grad():
             said = state_dict.get("counts", {})
             counts = {name: float(said.get(name, count.unsaid)) for name, count in self.update.counts.items()}
             wholes = {name: torch.tensor(count, dtype=torch.float64) for name, count in counts.items()}
             self.model_state.store.load({**new, **wholes}, {})
         self._set_options(options)
+
+    @property
+    def _numbers(self) -> dict[str, int]:
+        """The number of each parameter, group by group."""
+        names = [name for made in self.update.groups for name in made.names]
+        return {name: number for number, name in enumerate(names)}
 
     def _check(self, name: str, state: OptimizerState, value: torch.Tensor, other: torch.Tensor | None) -> None:
         type_ = self.model_state.compiled.after.input(state.name).value.type
@@ -222,17 +232,28 @@ class ProgramOptimizer(torch.optim.Optimizer):
                 remedy="put parameters that were not always stepped together into groups of their own",
             )
 
-    def named_groups(self) -> list[dict[str, Any]]:
-        """The options of the groups, and their parameters by name."""
+    def _groups(self) -> list[dict[str, Any]]:
+        """The options of the groups, and the numbers of their parameters."""
+        numbers = self._numbers
         return [
-            {**{key: value for key, value in group.items() if key not in ("params", NAMES)}, "params": list(made.names)}
+            {
+                **{key: value for key, value in group.items() if key not in ("params", NAMES)},
+                "params": [numbers[name] for name in made.names],
+            }
             for group, made in zip(self.param_groups, self.update.groups, strict=True)
         ]
 
     def _options_of(self, state_dict: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-        """The saved options of each group, by the names of its parameters; none where none are."""
-        saved = state_dict.get("param_groups", ())
-        return options_by_name(self.update.groups, saved, where) if saved else []
+        """The saved options of each group.
+
+        Raises:
+            Error: the groups are others.
+        """
+        groups, sizes = state_dict.get("param_groups", ()), [len(made.names) for made in self.update.groups]
+        theirs = [len(group["params"]) for group in groups]
+        if theirs != sizes:
+            raise _other_states(where, {"parameters of groups": sizes}, {"parameters of groups": theirs})
+        return [{key: value for key, value in group.items() if key not in ("params", NAMES)} for group in groups]
 
     def _set_options(self, options: Iterable[Mapping[str, Any]]) -> None:
         for group, new in zip(self.param_groups, options, strict=False):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -124,32 +124,3 @@ def inputs_of(
                 remedy="a number next to it, such as 1e-12; or parallelize again with other options",
             )
     return {input_name: torch.tensor(numbers[name], dtype=torch.float64) for name, input_name in made.inputs.items()}
-
-
-def options_by_name(
-    groups: Sequence[UpdateGroup], saved: Sequence[Mapping[str, Any]], where: str
-) -> list[dict[str, Any]]:
-    """The options that saved groups have for each of ours, whatever their order: by the names of the parameters.
-
-    Raises:
-        Error: a group says nothing of some of ours, or several of them say different things.
-    """
-    said = {name: group for group in saved for name in group.get("params", ())}
-    found = []
-    for number, made in enumerate(groups):
-        theirs: list[dict[str, Any]] = []
-        for name in made.names:
-            options = {key: value for key, value in said.get(name, {}).items() if key not in ("params", NAMES)}
-            if options not in theirs:
-                theirs.append(options)
-        if len(theirs) > 1 or theirs == [{}]:
-            apart = [key for key in theirs[0] | theirs[-1] if theirs[0].get(key) != theirs[-1].get(key)]
-            raise Error(
-                "these are the groups of another optimizer",
-                where=where,
-                expected=f"the same options for all parameters of group {number}: {', '.join(made.names[:4])}, ...",
-                got=f"{', '.join(apart)} in several ways" if apart else "none of them",
-                remedy="leave 'param_groups' out of what is loaded, and set rates by hand",
-            )
-        found.append(theirs[0] if theirs else {})
-    return found
