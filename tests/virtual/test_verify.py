@@ -279,3 +279,23 @@ def test_shares_that_were_made_in_other_ways_are_not_added(swapped: bool) -> Non
         second.replace_all_uses_with(done, delete_user_cb=lambda user, last=started: user is not last)  # type: ignore[misc]
         module.recompile()
     assert bool(pm.verify(changed)) == bool(pm.verify(changed, run=True)) == (not swapped)
+
+
+class Summed(nn.Module):
+    """Two projections, one of them of a row without its dim: the gradient of their sum is reshaped in two ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.row, self.rows = nn.Linear(8, 8), nn.Linear(6, 8, bias=False)
+
+    def forward(self, row: Tensor, rows: Tensor) -> Tensor:
+        out: Tensor = self.rows(rows) + self.row(row.relu()).unsqueeze(1)
+        return torch.cat([out, out * 2], 1)
+
+
+def test_a_squeeze_and_a_view_are_the_same_function() -> None:
+    row, rows = torch.randn(4, 8, requires_grad=True), torch.randn(4, 1, 6)
+    specs = {"args.0": "dp, -", "args.1": "dp, -, -", "row.weight": "tp, -", "rows.weight": "tp, -"}
+    hints = sx.Hints(args=(row, rows), loss=lambda out: (out * out).mean(), specs=specs)
+    verdict = sx.parallelize(Summed(), sx.Mesh(dp=2, tp=2), hints, virtual=True).verify()
+    assert verdict, verdict.why

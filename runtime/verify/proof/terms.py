@@ -35,6 +35,10 @@ aten = torch.ops.aten
 
 SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Ops that compute the same, and differ only in the memory of their results."""
+RESHAPED = frozenset(
+    {aten.reshape.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
+)
+"""Ops (beside :data:`SAME`) of one operand whose elements keep their order, whatever the shape."""
 COMMUTE = {
     *(getattr(aten, name).default for name in "maximum minimum logical_and logical_or logical_xor".split()),
     *(getattr(aten, name).Tensor for name in "mul eq ne bitwise_and bitwise_or bitwise_xor".split()),
@@ -90,10 +94,10 @@ class Terms:
             return made
         if gives_back(node):
             return (operands[0],)
-        if op is aten.reshape.default:  # in how many steps, and how the shape was written, does not matter
+        if op in RESHAPED:  # in how many steps, and how the shape was written, does not matter
             base = self._seen_as.get(operands[0], operands[0])
             same = self.types[base] == node.outs[0].type
-            made = (base,) if same else self._make((op, base, types[0]), types, node)
+            made = (base,) if same else self._make((RESHAPED, base, types[0]), types, node)
             self._seen_as.update((t, base) for t in made if t is not None and t != base)
             return made
         if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
