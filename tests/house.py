@@ -55,7 +55,7 @@ PARTS = (
     Part("capture", ("ir/capture",), 8330),
     Part("rank programs, cost, timing, schedules", ("ir/program", "ir/cost", "ir/timing", "ir/schedule"), 8080),
     Part("passes", ("passes",), 7990, ("passes/context_parallel.py",)),
-    Part("proof", ("runtime/verify",), 4490),
+    Part("proof", ("runtime/verify",), 4500),
     Part("engines, agreement, debugging, export, transport", ("runtime",), 3930, ("runtime/verify",)),
     Part("pictures", ("visualize",), 2800),
     Part("large images", ("shardfx/images",), 1600),
