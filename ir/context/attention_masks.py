@@ -62,7 +62,8 @@ def count_of_seen(op: Any, count: Callable[..., Any]) -> Callable[..., Any]:
         pairs = shape[2] * shape[3]
         if not bound["window"] or not pairs:
             return every
-        return every * seen_pairs(shape, bound["causal"], bound["window"], bound["box"]) // pairs
+        seen = seen_pairs(shape, bound["causal"], bound["window"], bound["box"], bound.get("rows", ()))
+        return every * seen // pairs
 
     return counted
 

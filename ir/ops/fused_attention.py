@@ -41,7 +41,7 @@ from .context.plain_attention import (
     per_query_head,
     wide,
 )
-from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, tiles
+from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, own_rows, tiles
 
 aten = torch.ops.aten
 
@@ -200,7 +200,8 @@ def _like_forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, T
 def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, ...]:
     mask, of_mask = how[2] if len(how) > 2 else None, len(how) > 5 and how[5]
     grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
-    return (*(torch.empty_like(t) for t in _dense(q, k, v)), grad_mask)
+    box, rows = (how[9], how[11]) if len(how) > 11 else ([], [])
+    return (*(torch.empty_like(t) for t in own_rows(_dense(q, k, v), box, rows)), grad_mask)
 
 
 def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
@@ -226,24 +227,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
 
 @define(
     f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {HOW}, "
-    f"bool of_mask=False, {DRAW}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask)",
+    f"bool of_mask=False, {DRAW}, int[] rows=[]) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask)",
     shapes=_like_backward,
 )
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Given = None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and (if asked for) of the mask."""
-    causal, scale, of_mask, p, *draw, window = _with_defaults(how, False, None, False, 0.0, None, 0, [], [])
+    """The gradients of q, k, v and (if asked for) of the mask; in a window, those of some ``rows`` alone, ``[first,
+    number]``: of queries, which see keys before and behind them, and of the keys there, which others see too."""
+    defaults: Any = False, None, False, 0.0, None, 0, [], [], []
+    causal, scale, of_mask, p, *draw, window, rows = _with_defaults(how, *defaults)
     grad, q, k, v, out = _dense(grad, q, k, v, out)
     if window:
 
         def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:
             of_rows = (each[:, :, tile.rows] for each in (out, logsumexp))
             given = (grad[:, :, tile.rows], *qkv, *of_rows, tile.mask)
-            made: tuple[Tensor, ...] = attention_backward(*given, False, scale, False, p, *draw[:2], tile.box)
-            return made
+            grads: tuple[Tensor, ...] = attention_backward(*given, False, scale, False, p, *draw[:2], tile.box)
+            return grads
 
-        return backward_by_tiles(q, k, v, tiles(q, k, causal, window, draw[2], mask), one)
+        made = backward_by_tiles(q, k, v, tiles(q, k, causal, window, draw[2], mask, rows), one)
+        own = own_rows((q, k, v), draw[2], rows), own_rows(made[:3], draw[2], rows)
+        return *(_laid_like(grad, like) for like, grad in zip(*own, strict=True)), made[3]
     keep, box = drawn(q, k, p, *draw), draw[2] if causal else []
     if len(box) == 4 and mask is None and keep is None:
         backward = lambda own, *kv: attention_backward(grad, q, kv[0], kv[1], out, logsumexp, None, own, scale)  # noqa: E731

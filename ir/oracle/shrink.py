@@ -27,6 +27,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.strategy import factor_shardings, partial_operands, strategy
+from shardfx.ir.rules.template import argument
 
 from .draws import both_signs, of_dtype, positive
 from .instance import Instance, instance, keep_results, numbers
@@ -299,5 +300,6 @@ def _ways_by_factors(node: Node, rule: ShardingRule, sizes: Mapping[str, int]) -
     if ambiguous.intersection(numbers((node.args, *node.kwargs.values()))):
         return
     of_dims = {size: min(small) for size, small in dims.items()}
+    of_dims |= dict.fromkeys(argument(node, "window") or (), 1)  # of keys that are seen, among few
     yield {**{rule.sizes[f]: small for f, small in sizes.items()}, **of_dims}, shapes
     yield of_dims, shapes

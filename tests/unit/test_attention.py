@@ -116,6 +116,32 @@ def test_window_with_dropout_is_its_dense_mask(monkeypatch: pytest.MonkeyPatch) 
             assert torch.allclose(a, b, atol=1e-12, rtol=0)
 
 
+@pytest.mark.parametrize(("left", "right"), [(3, 0), (2, 4), (0, 0)])
+def test_gradients_of_a_shard_in_a_window_are_those_of_all_rows(
+    monkeypatch: pytest.MonkeyPatch, left: int, right: int
+) -> None:
+    """From the queries that see the shard's keys, and the keys that its queries see; FLOPs are of these pairs."""
+    monkeypatch.setattr(window_tiles, "SMALLEST", 2)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, h, 13, 8, dtype=torch.float64) for h in (4, 2, 2))
+    out, rows = attention(q, k, v, None, False, window=[left, right])
+    grad = torch.randn_like(out)
+    whole = attention_backward(grad, q, k, v, out, rows, window=[left, right])
+    for first, last in ((0, 4), (4, 9), (9, 13), (5, 6)):
+        see, seen = (slice(max(first - a, 0), min(last + b, 13)) for a, b in ((right, left), (left, right)))
+        part = grad[:, :, see], q[:, :, see], k[:, :, seen], v[:, :, seen], out[:, :, see], rows[:, :, see]
+        named = {"box": [0, 0, see.start, seen.start], "window": [left, right], "rows": [first, last - first]}
+        grads = attention_backward(*part, **named)
+        like = attention_backward(*(each.to("meta") for each in part), **named)
+        for ours, shapes, all_rows in zip(grads[:3], like[:3], whole[:3], strict=True):
+            assert torch.allclose(ours, all_rows[:, :, first:last], atol=1e-12, rtol=0)
+            assert ours.shape == shapes.shape and ours.stride() == shapes.stride()
+        pairs = in_window(13, 13, False, [left, right])
+        pairs[: see.start] = pairs[see.stop :] = False
+        pairs[:first, :first] = pairs[:first, last:] = pairs[last:, :first] = pairs[last:, last:] = False
+        assert FLOPS[attention_backward](*part, **named) == 5 * 2 * 2 * 4 * 8 * int(pairs.sum())
+
+
 def test_window_has_no_value_of_rows_times_keys() -> None:
     """Beside the tensors of the call: those of a tile of 128 rows, and their 128 + 32 keys."""
     q, k, v = (torch.randn(1, 1, 2048, 8, requires_grad=True) for _ in range(3))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import shardfx as sx
 from shardfx.ir.graph import Graph
+from shardfx.ir.ops.comm import halo, rows_sent
 from tests.reference import check_step
 
 F64 = torch.float64
@@ -21,9 +22,9 @@ HEADS, GROUPS, HEAD, DIM = 4, 2, 6, 14
 class Windowed(nn.Module):
     """Self-attention of four query heads with two key heads, to a window of keys by a mask."""
 
-    def __init__(self, left: int, right: int) -> None:
+    def __init__(self, left: int, right: int, p: float = 0.0) -> None:
         super().__init__()
-        self.left, self.right = left, right
+        self.left, self.right, self.p = left, right, p
         self.q = nn.Linear(DIM, HEADS * HEAD, dtype=F64)
         self.k, self.v = (nn.Linear(DIM, GROUPS * HEAD, dtype=F64) for _ in range(2))
         self.out = nn.Linear(HEADS * HEAD, DIM, dtype=F64)
@@ -32,7 +33,7 @@ class Windowed(nn.Module):
         q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
         rows, columns = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])
         mask = (columns >= rows - self.left) & (columns <= rows + self.right)
-        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, mask, self.p, enable_gqa=True)
         return x + self.out(out.transpose(1, 2).flatten(2))
 
 
@@ -72,6 +73,93 @@ def test_window_attention_matches_single_device(
     check_step(pm, model, squares, (x,), bound=1e-12)
     assert pm.verify()
     assert largest(pm.captured, length) == largest(pm.planned, length) == 0
+
+
+def by_rows(ranks: int, length: int, left: int, right: int = 0, **options: Any) -> tuple[sx.ParallelModule, nn.Module]:
+    torch.manual_seed(0)
+    model = Windowed(left, right, **options)
+    hints = sx.Hints(args=(torch.randn(2, length, DIM, dtype=F64),), loss=squares, specs=SEQUENCE)
+    return sx.parallelize(model, sx.Mesh(cp=ranks), hints, virtual=True), model
+
+
+def exchanged(pm: sx.ParallelModule) -> float:
+    """The bytes that the busiest rank sends of rows of halos; no other move has the rows of the sequence."""
+    nodes = [node for node in pm.planned.nodes if str(node.op).startswith("comm.")]
+    assert {str(node.op) for node in nodes} == {"comm.halo", "comm.all_reduce"}
+    return sum(rows_sent(node, pm.planned.mesh) for node in nodes if node.op is halo)
+
+
+def test_window_exchanges_a_halo_however_many_ranks() -> None:
+    sent = {exchanged(by_rows(ranks, 10 * ranks, 3)[0]) for ranks in (3, 5)}
+    assert len(sent) == 1 and 0 < sent.pop() < 20_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "length", "left", "right"),
+    [
+        (4, 6, 1, 0),  # one rank has no row
+        (5, 13, 5, 0),  # of more rows than a rank has
+        (3, 13, 2, 3),
+        (2, 11, 9, 0),  # of which a halo would be most rows: keys are gathered
+        (3, 13, 0, 0),  # no halo
+        (2, 11, 6, -1),
+    ],
+)
+def test_window_by_rows_matches_single_device(ranks: int, length: int, left: int, right: int) -> None:
+    pm, model = by_rows(ranks, length, left, right)
+    check_step(pm, model, squares, (torch.randn(2, length, DIM, dtype=F64),), bound=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_window_with_dropout_draws_as_one_device(ranks: int) -> None:
+    model, x = Windowed(3, 0, 0.5).train(), torch.randn(2, 13, DIM, dtype=F64)
+    found = []
+    for mesh in (sx.Mesh(cp=1), sx.Mesh(cp=ranks)):
+        pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=squares, specs=SEQUENCE), virtual=True)
+        torch.manual_seed(1)
+        loss = pm(x)
+        loss.backward()
+        found.append((loss.detach(), pm.full_grads()))
+        assert pm.verify()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("how", "factor"), [("gather", "s"), ("all-to-all", "h")])
+def test_window_in_context_parallelism(how: str, factor: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Windowed(3, 0)), torch.randn(2, 13, DIM, dtype=F64)
+    hints = sx.Hints(args=(x,), loss=squares, specs={**SEQUENCE, "0": sx.Context("cp", how=how)})
+    pm = sx.parallelize(model, sx.Mesh(cp=2), hints, virtual=True)
+    check_step(pm, model, squares, (x,), bound=1e-12)
+    attends = [node.strategy for node in pm.planned.nodes if "attention" in str(node.op)]
+    assert [each.shardings for each in attends if each is not None] == [((factor, ("cp",)),)] * 2
+
+
+@pytest.mark.parametrize("change", [{"box": [0, 0, 5, 1]}, {"rows": [4, 5]}, {"window": [2, 0]}, {"window": [4, 0]}])
+def test_window_of_other_places_is_refuted(change: dict[str, list[int]]) -> None:
+    pm, _ = by_rows(3, 13, 3)
+    module = pm.rank_module(1)
+    (node,) = (node for node in module.graph.nodes if str(node.target) == "shardfx.attention_backward.default")
+    assert (node.kwargs["box"], node.kwargs["rows"]) == ([0, 0, 5, 2], [5, 5])
+    node.kwargs = {**node.kwargs, **change}
+    assert pm.verify(modules={1: module}).status == "refuted"
+
+
+def test_window_at_scale_is_executed_small() -> None:
+    """Its rule is not assumed."""
+
+    class Attend(nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            places = torch.arange(q.shape[2])
+            mask = (places <= places[:, None]) & (places > places[:, None] - 1024)
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+
+    q, k = (torch.empty(2, heads, 16384, 128, device="meta", requires_grad=True) for heads in (16, 4))
+    specs = dict.fromkeys(("args.0", "args.1", "args.2"), "-, -, cp, -")
+    pm = sx.parallelize(Attend(), sx.Mesh(cp=8), sx.Hints(args=(q, k, k.clone()), loss=squares, specs=specs))
+    verdict = pm.verify()
+    assert verdict and exchanged(pm)
+    assert not [each for each in verdict.assumptions if "attention" in each]
 
 
 def decoder(name: str) -> nn.Module:

@@ -44,7 +44,9 @@ def reach(causal: bool, window: Ints) -> tuple[int, int]:
     return left, min(right, 0) if causal else right
 
 
-def tiles(q: Tensor, k: Tensor, causal: bool, window: Ints, box: Ints, mask: Tensor | None) -> Iterator[QueryTile]:
+def tiles(
+    q: Tensor, k: Tensor, causal: bool, window: Ints, box: Ints, mask: Tensor | None, own: Ints = ()
+) -> Iterator[QueryTile]:
     """The tiles of queries ``[b h s e]`` and keys ``[b g t e]`` at ``box``; one, where rows or keys are no contiguous
     range."""
     if mask is not None:
@@ -55,16 +57,28 @@ def tiles(q: Tensor, k: Tensor, causal: bool, window: Ints, box: Ints, mask: Ten
     plain = all(len(each) == 3 for each in ranges[2:])
     size = min(max((left + right) // 4, SMALLEST), LARGEST) if plain else max(rows, 1)
     apart = ranges[2][1] - ranges[3][1]  # the local key at the place of the first local row
-    for start in range(0, rows, size):
-        own = slice(start, min(start + size, rows))
-        first = min(max(start + apart - left, 0), keys) if plain else 0
-        last = max(min(own.stop + apart + right, keys), first) if plain else keys
-        seen = places[3][first:last] - places[2][own, None]
-        part = [[*each] for each in ranges]
-        if plain:
-            part[2][1:], part[3][1:] = [part[2][1] + start, own.stop - start], [part[3][1] + first, last - first]
-        numbers = [number for each in part for number in (len(each) // 3, *each)]
-        yield QueryTile(own, slice(first, last), (seen >= -left) & (seen <= right), numbers)
+    for begin, end, keys_from, keys_to in _segments(ranges, rows, keys, own):
+        for start in range(begin, end, size):
+            stop = min(start + size, end)
+            first = min(max(start + apart - left, keys_from), keys_to) if plain else 0
+            last = max(min(stop + apart + right, keys_to), first) if plain else keys
+            seen = places[3][first:last] - places[2][start:stop, None]
+            part = [[*each] for each in ranges]
+            if plain:
+                part[2][1:], part[3][1:] = [part[2][1] + start, stop - start], [part[3][1] + first, last - first]
+            numbers = [number for each in part for number in (len(each) // 3, *each)]
+            yield QueryTile(slice(start, stop), slice(first, last), (seen >= -left) & (seen <= right), numbers)
+
+
+def _segments(ranges: Sequence[Sequence[int]], rows: int, keys: int, own: Ints) -> list[tuple[int, int, int, int]]:
+    """Ranges of local queries, each with the range of local keys that matters: a rank's own keys, for queries that are
+    not its own."""
+    if not own:
+        return [(0, rows, 0, keys)]
+    (first, last), (keys_from, keys_to) = (
+        (own[0] - start, own[0] + own[1] - start) for start in (ranges[2][1], ranges[3][1])
+    )
+    return [(0, first, keys_from, keys_to), (first, last, 0, keys), (last, rows, keys_from, keys_to)]
 
 
 def _ranges(shape: Sequence[int], box: Ints) -> list[list[int]]:
@@ -85,6 +99,15 @@ def forward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, forward: For
     return out, logsumexp
 
 
+def own_rows(tensors: Sequence[Tensor], box: Ints, own: Ints) -> list[Tensor]:
+    """Of queries, keys and values at ``box`` those at the places ``[first, number]``: all, where these are empty."""
+    if not own:
+        return [*tensors]
+    ranges = _ranges((*tensors[0].shape[:3], tensors[1].shape[2]), box)
+    starts = ranges[2][1], ranges[3][1], ranges[3][1]
+    return [each.narrow(2, own[0] - start, own[1]) for each, start in zip(tensors, starts, strict=True)]
+
+
 def backward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: Backward) -> tuple[Tensor, ...]:
     """The gradients of queries, keys and values; those of keys and values are summed in the dtype of scores."""
     grad_q = torch.empty_like(q)
@@ -98,18 +121,21 @@ def backward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: B
     return grad_q, *of_keys, q.new_empty(0)
 
 
-def seen_pairs(shape: Sequence[int], causal: bool, window: Ints, box: Ints) -> int:
+def seen_pairs(shape: Sequence[int], causal: bool, window: Ints, box: Ints, own: Ints = ()) -> int:
     """The number of pairs of a query and a key that it sees, of scores ``[b h s t]`` at ``box``; all, where rows or
     keys are no contiguous range."""
-    ranges, (left, right), (rows, keys) = _ranges(shape, box)[2:], reach(causal, window), shape[2:]
-    if not all(len(each) == 3 for each in ranges):
+    ranges, (left, right), (rows, keys) = _ranges(shape, box), reach(causal, window), shape[2:]
+    if not all(len(each) == 3 for each in ranges[2:]):
         return rows * keys
-    apart = ranges[0][1] - ranges[1][1]
+    apart, found = ranges[2][1] - ranges[3][1], 0
+    for begin, end, first, last in _segments(ranges, rows, keys, own):
+        number, size, ahead = end - begin, last - first, apart + begin - first
+        found += max(_up_to(ahead + right + 1, number, size) - _up_to(ahead - left, number, size), 0)
+    return found
 
-    def up_to(end: int) -> int:
-        """Pairs of which the key is before ``i + end``."""
-        none, all_of = (min(max(each, 0), rows) for each in (-end, keys - end))
-        some = all_of - none
-        return some * end + (none + all_of - 1) * some // 2 + (rows - all_of) * keys
 
-    return max(up_to(apart + right + 1) - up_to(apart - left), 0)
+def _up_to(end: int, rows: int, keys: int) -> int:
+    """The pairs of a query ``i`` and a key before ``i + end``."""
+    none, all_of = (min(max(each, 0), rows) for each in (-end, keys - end))
+    some = all_of - none
+    return some * end + (none + all_of - 1) * some // 2 + (rows - all_of) * keys
