@@ -7,25 +7,31 @@ it changes: what is sharded by rows there becomes sharded by heads in front of i
     before   %7, %8 = shardfx.attention(%4, %5, %6)     s{cp}: %4 [2, 32, 4096{cp}, 128], %5 and %6 gathered
     after    %7, %8 = shardfx.attention(%4, %5, %6)     h{cp}: all of [2, 32{cp}, 4096, 128]          all-to-all
 
-gather (Llama 3, https://arxiv.org/abs/2407.21783), all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509),
-2d (heads over the last axis, rows over the others: USP, https://arxiv.org/abs/2405.07719).
+gather (Llama 3, https://arxiv.org/abs/2407.21783), all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509;
+ranks that are more than key heads have copies of them), 2d (heads over the last axis, rows over the others: USP, https://arxiv.org/abs/2405.07719).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from shardfx.ir.dim_sharding import REPLICATED, DimSharding, without
 from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
-from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.fused_attention import attention, attention_backward
-from shardfx.ir.rules.strategy import factor_shardings
+from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.rules.strategy import as_placed, factor_shardings
+from shardfx.ir.spec import TensorType
 
 from .base import SHARDED, Pass, PassContext
+
+aten = torch.ops.aten
 
 CONTEXT = "context: "
 HOW = ("auto", "gather", "all-to-all", "2d")
@@ -40,9 +46,10 @@ class Context:
     Args:
         axis: the mesh axis over which the sequence is sharded; several, major first, as ``"ring heads"``.
         how: the strategy. ``"gather"``: keys and values of all rows on each rank. ``"all-to-all"``: heads sharded
-            within attention, rows outside. ``"2d"``: heads over the last of several axes, rows over the others, whose
-            keys are gathered. ``"auto"``: the one of the fewest predicted seconds among those whose memory does not
-            grow with the axis; gather where there is none.
+            within attention, rows outside; where ranks are more than key heads, each has a copy of one. ``"2d"``:
+            heads over the last of several axes, rows over the others, whose keys are gathered. ``"auto"``: the one of
+            the fewest predicted seconds among those whose memory does not grow with the axis; gather where there is
+            none.
 
     Example::
 
@@ -103,10 +110,15 @@ class ContextParallel(Pass):
                         got=f"{other[1]} and {hint}",
                         remedy="make the patterns narrower",
                     )
-        users = graph.users() if chosen else {}
-        for node, (text, hint) in chosen.items():
-            _Attention(node, text, hint, graph.mesh, context, users).place()
-        return bool(chosen)
+        users, rewriter = graph.users() if chosen else {}, Rewriter(graph, context.rules)
+        found = [_Attention(node, text, hint, context, users) for node, (text, hint) in chosen.items()]
+        for each in found:
+            each.choose(rewriter)
+        rewriter.apply()
+        for each in found:
+            each.place()
+        graph.rename()
+        return bool(found)
 
 
 def _is_within(module: str, text: str) -> bool:
@@ -130,23 +142,18 @@ class _Attention:
     """An attention and its backward, whose strategy is to be chosen."""
 
     def __init__(
-        self,
-        node: Node,
-        text: str,
-        hint: Context,
-        mesh: Mesh,
-        context: PassContext,
-        users: Mapping[Value, Sequence[Node]],
+        self, node: Node, text: str, hint: Context, context: PassContext, users: Mapping[Value, Sequence[Node]]
     ) -> None:
-        self.hint, self.mesh, self.planner, self.cache = hint, mesh, context.planner, context.cache
-        self.where = f"hint {text!r}: {hint}; {node.where}"
+        self.hint, self.planner, self.cache, self.users = hint, context.planner, context.cache, users
+        self.mesh, self.where = context.planner.mesh, f"hint {text!r}: {hint}; {node.where}"
         behind = (user for value in node.outs for user in users[value])
         self.nodes = list(dict.fromkeys([node, *(user for user in behind if user.op is attention_backward)]))
-        self.users = users
-        unknown = [axis for axis in hint.axes if axis not in mesh.names]
+        self.shardings = {each: factor_shardings(self.cache.rule(each), each, self.mesh) for each in self.nodes}
+        self.heads: tuple[str, ...] = ()
+        unknown = [axis for axis in hint.axes if axis not in self.mesh.names]
         if unknown:
-            remedy = did_you_mean(unknown[0], mesh.names)
-            raise self._error(f"mesh axis {unknown[0]!r} is unknown", f"axes of {mesh!r}", unknown[0], remedy)
+            remedy = did_you_mean(unknown[0], self.mesh.names)
+            raise self._error(f"mesh axis {unknown[0]!r} is unknown", f"axes of {self.mesh!r}", unknown[0], remedy)
         q = node.operands[0]
         assert q.spec is not None
         self.rows = q.spec.dims[2]
@@ -158,79 +165,129 @@ class _Attention:
                 f'shard the inputs of the model over it: specs={{"args.0": "-, {hint.axis}"}}',
             )
 
-    def place(self) -> None:
-        """Write the strategy onto the nodes."""
-        known = {"auto": self._auto, "gather": lambda: (), "all-to-all": lambda: self.hint.axes, "2d": self._last}
-        heads = known[self.hint.how]()
-        self._check(heads)
-        for node in self.nodes:
-            node.strategy = self._strategy(node, heads)
-            for value, spec in zip(node.outs, node.strategy.results, strict=True):
-                value.spec = spec
-
-    def _last(self) -> tuple[str, ...]:
-        if len(self.hint.axes) < 2:
+    def choose(self, rewriter: Rewriter) -> None:
+        """Choose the axes that shard heads, and repeat key heads where there are fewer than their ranks."""
+        axes, how = self.hint.axes, self.hint.how
+        if how == "2d" and len(axes) < 2:
             expected = "two mesh axes or more: heads over the last, rows over the others"
             remedy = 'name two: sx.Context("rows heads", how="2d"), with the sequence sharded as "-, rows heads"'
             raise self._error("a 2d strategy of one axis", expected, f"the axis {self.hint.axis!r}", remedy)
-        return self.hint.axes[-1:]
+        if how == "auto":
+            options = [axes[start:] for start in range(len(axes)) if self._times(axes[start:])]
+            self.heads = min(options, key=self._seconds, default=())
+        elif how != "gather":
+            self.heads = axes if how == "all-to-all" else axes[-1:]
+        times = self._times(self.heads)
+        if not times:
+            heads, ranks = self._heads, self.mesh.extent(self._head_axes(self.heads))
+            fits = max(n for n in range(1, ranks + 1) if heads % n == 0)
+            what, got = "heads cannot be shared out equally", f"{ranks} shards of them"
+            remedy = f"at most {fits} ranks; how='gather'; or two axes and how='2d', the last of at most {fits}"
+            raise self._error(what, f"a divisor of {heads} heads of queries", got, remedy)
+        if times > 1:
+            self._repeat(times, rewriter)
 
-    def _auto(self) -> tuple[str, ...]:
-        """The axes that shard heads, by predicted seconds; all rows are gathered only if nothing else works."""
-        axes = self.hint.axes
-        options = [axes[start:] for start in range(len(axes)) if self._reason(axes[start:]) is None]
-        return min(options, key=self._seconds, default=())
+    def place(self) -> None:
+        """Write the strategies onto the nodes."""
+        for node in self.nodes:
+            self._write(node, self.cache.strategy(self.cache.rule(node), self._sharded(node, self.heads)))
 
-    def _check(self, heads: Sequence[str]) -> None:
-        reason = self._reason(heads)
-        if reason is not None:
-            what, expected, got = reason
-            fits = max((n for n in range(1, got + 1) if expected % n == 0), default=1)
-            remedy = (
-                f"an axis of at most {fits} ranks; how='gather'; or two axes and how='2d', with at most {fits} last"
-            )
-            raise self._error(what, f"a divisor of {expected} heads of keys", f"{got} shards of heads", remedy)
+    @property
+    def _heads(self) -> int:
+        return self.nodes[0].operands[0].shape[1]
 
-    def _reason(self, heads: Sequence[str]) -> tuple[str, int, int] | None:
-        """Why heads cannot be sharded over these axes too, with the number of heads and of their shards."""
-        rule = self.cache.rule(self.nodes[0])
-        axes = (*self._shardings(self.nodes[0], ()).get("h", REPLICATED).axes, *heads)
-        groups, ranks = rule.sizes["h"], self.mesh.extent(axes)
-        if not heads or groups % ranks == 0:
-            return None
-        return "there are fewer heads of keys than shards, or they do not divide", groups, ranks
+    def _head_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
+        return (*self.shardings[self.nodes[0]].get("h", REPLICATED).axes, *heads)
 
-    def _shardings(self, node: Node, heads: Sequence[str]) -> dict[str, DimSharding]:
+    def _times(self, heads: Sequence[str]) -> int:
+        """How often each key head is repeated for ranks that are more; 0 where heads cannot be shared out equally."""
+        groups, ranks = self.nodes[0].operands[1].shape[1], self.mesh.extent(self._head_axes(heads))
+        times = ranks // math.gcd(groups, ranks) if heads else 1
+        repeats = times > 1 and ("r" in self.shardings[self.nodes[0]] or self._heads % (groups * times))
+        return 0 if repeats else times
+
+    def _sharded(self, node: Node, heads: Sequence[str]) -> dict[str, DimSharding]:
         """The shardings of a node's factors, with these axes on the heads and the others on the rows."""
-        made = factor_shardings(self.cache.rule(node), node, self.mesh)
-        rows = made.get("s", REPLICATED)
+        made, rows = dict(self.shardings[node]), self.rows
+        if not heads:
+            return made | {"s": rows if not set(self.hint.axes) <= {*made.get("s", REPLICATED).axes} else made["s"]}
         for axis in self.hint.axes:
             made = {factor: without(each, axis, self.mesh) for factor, each in made.items()}
-        kept = self.rows
         for axis in heads:
-            kept = without(kept, axis, self.mesh)
-        made["s"] = kept if heads else (rows if set(self.hint.axes) <= set(rows.axes) else self.rows)
-        if heads:
-            made["h"] = DimSharding((*made.get("h", REPLICATED).axes, *heads))
+            rows = without(rows, axis, self.mesh)
+        made |= {"s": rows, "h": DimSharding(self._head_axes(heads))}
         return {factor: each for factor, each in made.items() if each.axes}
-
-    def _strategy(self, node: Node, heads: Sequence[str]) -> Strategy:
-        return self.cache.strategy(self.cache.rule(node), self._shardings(node, heads))
 
     def _seconds(self, heads: Sequence[str]) -> float:
         """The predicted time of the communication of all calls, with these axes on the heads."""
-        total = 0.0
+        total, times, keys = 0.0, self._times(heads), self.nodes[0].operands[1:3]
         for node in self.nodes:
-            made = self._strategy(node, heads)
+            made = self.cache.strategy(self.cache.rule(node), self._sharded(node, heads))
             for value, need in zip(node.operands, made.operands, strict=True):
                 if value.spec is not None and value.node not in self.nodes:
-                    total += self.planner.seconds(value.type, value.spec, need)
+                    many = times if value in keys else 1
+                    total += many * self.planner.seconds(value.type, value.spec, need)
             for value, gives in zip(node.outs, made.results, strict=True):
+                many = times if node is not self.nodes[0] and value.index in (1, 2) else 1
                 for user in self.users[value]:
                     if user.strategy is not None and user not in self.nodes:
                         need = user.strategy.operands[user.operands.index(value)]
-                        total += self.planner.seconds(value.type, gives, need)
+                        total += many * self.planner.seconds(value.type, gives, need)
         return total
+
+    def _repeat(self, times: int, rewriter: Rewriter) -> None:
+        """Repeat each key head, and sum the gradients of its copies."""
+        forward, *backward = self.nodes
+        keys = forward.operands[1:3]
+        copies = []
+        for value in keys:
+            batch, groups, *rest = value.shape
+            added = rewriter.call(aten.unsqueeze.default, value, 2, like=forward)
+            expanded = rewriter.call(aten.expand.default, added.outs[0], [batch, groups, times, *rest], like=forward)
+            copy = rewriter.call(aten.reshape.default, expanded.outs[0], [batch, groups * times, *rest], like=forward)
+            for each in (added, expanded, copy):
+                each.why = f"{times} copies of each key head, for heads over {' '.join(self.hint.axes)}"
+                rewriter.before(forward, each)
+            copies.append(copy.outs[0])
+        for place, (value, copy_of) in enumerate(zip(keys, copies, strict=True)):
+            rewriter.replace(value, copy_of, [forward], [place + 1])
+        self.nodes = [forward, *(self._repeated_backward(node, copies, times, rewriter) for node in backward)]
+
+    def _repeated_backward(self, node: Node, copies: Sequence[Value], times: int, rewriter: Rewriter) -> Node:
+        grad_q, grad_k, grad_v, *rest = node.results
+        types = [grad_q, *copies, *rest]
+        made = Rewriter.make(
+            node.op,
+            (*node.args[:2], *copies, *node.args[4:]),
+            [None if each is None or of is None else each.type for each, of in zip(types, node.results, strict=True)],
+            like=node,
+            kwargs=node.kwargs,
+        )
+        self.shardings[made] = self.shardings[node]
+        self._write(made, self.cache.strategy(self.cache.rule(made), self._sharded(made, self.heads)))
+        rewriter.before(node, made)
+        for old, new in zip(node.results, made.results, strict=True):
+            if old is None or new is None:
+                continue
+            if old in (grad_k, grad_v):
+                batch, groups, *dims = old.shape
+                like = self.nodes[0].operands[1 if old is grad_k else 2].spec
+                split = Rewriter.make(
+                    *(aten.reshape.default, (new, [batch, groups, times, *dims])),
+                    TensorType((batch, groups, times, *dims), old.type.dtype),
+                    like=node,
+                )
+                self._write(split, as_placed(self.cache.rule(split), split, self.mesh, {new: like}.get))
+                summed = rewriter.call(aten.sum.dim_IntList, rewriter.before(node, split).outs[0], [2], like=node)
+                new = rewriter.before(node, summed).outs[0]
+            rewriter.replace(old, new)
+        rewriter.erase(node)
+        return made
+
+    def _write(self, node: Node, made: Strategy) -> None:
+        node.strategy = made
+        for value, spec in zip(node.outs, made.results, strict=True):
+            value.spec = spec
 
     def _error(self, what: str, expected: str, got: str, remedy: str | None = None) -> Error:
         return Error(what, where=self.where, expected=expected, got=got, remedy=remedy)

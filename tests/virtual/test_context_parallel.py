@@ -77,6 +77,18 @@ TP = {f"**.{name}.weight": "tp, -" for name in "qkv"} | {"**.o.weight": "-, tp"}
 CASES: dict[str, tuple[sx.Mesh, Sharded, str, int]] = {
     "gather": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "gather")}, "s{cp}", 13),
     "all-to-all": (sx.Mesh(cp=4), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, "h{cp}", 12),
+    "more ranks than key heads": (
+        sx.Mesh(cp=8),
+        {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")},
+        "h{cp}",
+        16,
+    ),
+    "more ranks with tp than key heads": (
+        sx.Mesh(tp=2, cp=4),
+        {"args.0": "-, cp, -", "layers.*": sx.Context("cp"), **TP},
+        "h{tp cp}",
+        13,
+    ),
     "uneven rows": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, "h{cp}", 13),
     "2d": (sx.Mesh(r=2, u=2), {"args.0": "-, r u, -", "layers.*": sx.Context("r u", "2d")}, "h{u} s{r}", 12),
     "auto": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "**": sx.Context("cp")}, "h{cp}", 12),

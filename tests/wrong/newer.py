@@ -12,7 +12,6 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardfx as sx
-from shardfx.ir.ops.dropout import dropout
 from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.passes.rank import Arena
 
@@ -44,6 +43,19 @@ class Image(nn.Module):
         return self.head(F.relu(self.far(F.relu(self.near(x)))).mean((2, 3)))
 
 
+class Attention(nn.Module):
+    """Causal attention, four heads of queries and two of keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 32), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(x).split([16, 8, 8], -1))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(2)).mean(1)
+
+
 @cache
 def plan(name: str) -> sx.ParallelModule:
     """A small plan that has what is damaged."""
@@ -62,6 +74,10 @@ def plan(name: str) -> sx.ParallelModule:
     elif name == "rows":
         mesh, model, x = sx.Mesh(h=2), Image().double(), torch.randn(2, 2, 16, 6, dtype=F64)
         y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, -, h, -"}}
+    elif name in ("heads", "query rows"):
+        mesh, model, x = sx.Mesh(cp=4), Attention().double(), torch.randn(2, 8, 8, dtype=F64)
+        how = "all-to-all" if name == "heads" else "gather"
+        y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, cp, -", "": sx.Context("cp", how)}}
     hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, **given)
     return sx.parallelize(model, mesh, hints, virtual=True)
 
@@ -72,6 +88,8 @@ class Damage(NamedTuple):
     change: Callable[[Arguments], Arguments]
     at: int = -1
     """Which of the calls, in the order of the program and of its units."""
+    keyword: str = ""
+    """The argument that is changed, where it is given by its name."""
 
 
 def put(place: int, change: Callable[[Any], Any]) -> Callable[[Arguments], Arguments]:
@@ -101,6 +119,9 @@ def exchanged_states(run: Any) -> Any:
     return [*run[:-1], "], [".join((head, second, first, rest))]
 
 
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+FLASH_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+FIRST_ROW = put(0, lambda box: [*box[:2], box[2] + 1, *box[3:]])
 DAMAGES: dict[str, Damage] = {
     "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0), 6),
     "a place beyond the arena": Damage("arena", "memory.slot", put(1, lambda at: at + (1 << 20))),
@@ -129,6 +150,20 @@ DAMAGES: dict[str, Damage] = {
     "shards of nothing": Damage("masks", "pack.unflatten", put(2, lambda shards: 0)),
     "masks of another number": Damage("masks", "shardfx.dropout", put(3, lambda number: number + 1)),
     "masks of another box": Damage("masks", "shardfx.dropout", put(4, lambda box: [box[0] + 1, *box[1:]])),
+    "attention to the future": Damage("heads", FLASH, put(4, lambda causal: not causal)),
+    "gradients of attention to the future": Damage("heads", FLASH_BACKWARD, put(7, lambda causal: not causal)),
+    "keys in the place of values": Damage("heads", FLASH, lambda args: (*args[:2], args[1], *args[3:])),
+    "values in the place of keys": Damage("heads", FLASH_BACKWARD, lambda args: (*args[:2], args[3], *args[3:])),
+    "a result in the place of its gradient": Damage("heads", FLASH_BACKWARD, lambda args: (args[4], *args[1:])),
+    "heads added up in the place of their copies": Damage("heads", "aten.sum.dim_IntList", put(1, lambda _: [1]), -1),
+    "rows that see one key more": Damage("query rows", "shardfx.attention", FIRST_ROW, keyword="box"),
+    "gradients of rows that see one key less": Damage(
+        "query rows", "shardfx.attention_backward", put(0, lambda box: [*box[:2], box[2] - 1, *box[3:]]), keyword="box"
+    ),
+    "rows that see nothing of the past": Damage(
+        "query rows", "shardfx.attention", put(0, lambda box: [*box[:2], 0, *box[3:]]), keyword="box"
+    ),
+    "rows attend without a mask": Damage("query rows", "shardfx.attention", put(4, lambda causal: not causal)),
     "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),
 }
 """What may be wrong with what only some plans have."""
@@ -136,7 +171,9 @@ DAMAGES: dict[str, Damage] = {
 
 def calls(module: fx.GraphModule, name: str) -> list[fx.Node]:
     """The calls of an op in a program and its units."""
-    wanted = dropout if name == "shardfx.dropout" else PROGRAM_OPS[name].function
+    folder, op, *overload = name.split(".")
+    row = PROGRAM_OPS.get(name)
+    wanted = row.function if row else getattr(getattr(getattr(torch.ops, folder), op), *(overload or ["default"]))
     graphs = [each.graph for each in module.modules() if isinstance(each, fx.GraphModule)]
     return [node for graph in graphs for node in graph.nodes if node.target is wanted]
 
@@ -150,7 +187,10 @@ def damaged(name: str, alone: bool) -> dict[int, fx.GraphModule]:
         nodes = calls(module, given.call)
         if nodes:
             node = nodes[given.at]
-            node.args = given.change(node.args)
+            if given.keyword:
+                node.kwargs = {**node.kwargs, given.keyword: given.change((node.kwargs[given.keyword],))[0]}
+            else:
+                node.args = given.change(node.args)
             node.graph.owning_module.recompile()  # type: ignore[union-attr]
             found[rank] = module
     return found

@@ -31,13 +31,14 @@ from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justif
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
 
+from .head_copies import HeadCopies, Types
+
 aten = torch.ops.aten
 
 SAME = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
 """Ops that compute the same, and differ only in the memory of their results."""
-RESHAPED = frozenset(
-    {aten.reshape.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default}
-)
+RESHAPED = {aten.reshape.default, aten.unsqueeze.default}
+RESHAPED |= {aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims}
 """Ops (beside :data:`SAME`) of one operand whose elements keep their order, whatever the shape."""
 COMMUTE = {
     *(getattr(aten, name).default for name in "maximum minimum logical_and logical_or logical_xor".split()),
@@ -69,6 +70,9 @@ class Terms:
     _sums: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _seen_as: dict[int, int] = field(default_factory=dict)  # in another shape
 
+    def __post_init__(self) -> None:
+        self._copies = HeadCopies(self.types, self._seen_as)
+
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
         self.where.append(where)
@@ -97,11 +101,14 @@ class Terms:
         if op in RESHAPED:  # in how many steps, and how the shape was written, does not matter
             base = self._seen_as.get(operands[0], operands[0])
             same = self.types[base] == node.outs[0].type
-            made = (base,) if same else self._make((RESHAPED, base, types[0]), types, node)
+            made = (base,) if same else self._make(("reshape", base, types[0]), types, node)
             self._seen_as.update((t, base) for t in made if t is not None and t != base)
             return made
         if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
             return self._make((op, *sorted(operands)), types, node)
+        return self._copies.apply(node, term, types, self._call, self._make) or self._call(node, term, types)
+
+    def _call(self, node: Node, term: Callable[[Value], int], types: Types) -> tuple[int | None, ...]:
         return self._make(call_key(node, lambda v: TermRef(term(v))), types, node)
 
     def _make(self, key: Any, types: Sequence[TensorType | None], node: Node) -> tuple[int | None, ...]:
@@ -299,9 +306,6 @@ def same_function(
 ) -> Universe | Fault:
     """The terms of both graphs, if ``outputs`` (by default all) are the same terms in both; or the fault that one is
     not. Every op is ``decomposed`` where that is asked for, or needed.
-
-    Communication is taken as nothing: that placements fit together is the validator's, that the ranks' programs keep to
-    them the proof's of these programs.
     """
     claim = interface_fault(before, after) if outputs is None else None
     if claim is not None:
