@@ -26,6 +26,7 @@ from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.rulebook.arithmetic.attention import windows_of
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
 from shardfx.ir.spec import TensorType
 
@@ -34,7 +35,7 @@ from .base import SHARDED, Pass, PassContext
 aten = torch.ops.aten
 
 CONTEXT = "context: "
-HOW = ("auto", "gather", "all-to-all", "2d")
+HOW = ("auto", "gather", "all-to-all", "window", "2d")
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Context:
         axis: the mesh axis over which the sequence is sharded; several, major first, as ``"ring heads"``.
         how: the strategy. ``"gather"``: keys and values of all rows on each rank. ``"all-to-all"``: heads sharded
             within attention, rows outside; where ranks are more than key heads, each has a copy of one. ``"2d"``:
-            heads over the last of several axes, rows over the others, whose keys are gathered. ``"auto"``: the one of
+            heads over the last of several axes, rows over the others, whose keys are gathered. ``"window"``: rows,
+            and a halo of the keys that they see in a sliding window of at most half the sequence. ``"auto"``: the one of
             the fewest predicted seconds among those whose memory does not grow with the axis; gather where there is
             none.
 
@@ -172,10 +174,17 @@ class _Attention:
             expected = "two mesh axes or more: heads over the last, rows over the others"
             remedy = 'name two: sx.Context("rows heads", how="2d"), with the sequence sharded as "-, rows heads"'
             raise self._error("a 2d strategy of one axis", expected, f"the axis {self.hint.axis!r}", remedy)
+        seen = windows_of(self.nodes[0])
+        if how == "window" and seen is None:
+            expected = "a causal or two-sided window mask of at most half the sequence, read from the model's code"
+            got = f"attention to all of {self.nodes[0].operands[1].shape[2]} keys, or to more than half of them"
+            remedy = 'how="auto", which takes a window where there is one'
+            raise self._error("a window strategy of an attention without a window", expected, got, remedy)
         if how == "auto":
             options = [axes[start:] for start in range(len(axes)) if self._times(axes[start:])]
+            options += [()] if seen is not None else []
             self.heads = min(options, key=self._seconds, default=())
-        elif how != "gather":
+        elif how not in ("gather", "window"):
             self.heads = axes if how == "all-to-all" else axes[-1:]
         times = self._times(self.heads)
         if not times:

@@ -141,6 +141,7 @@ BAD: dict[str, tuple[Any, str]] = {
     "another axis": (lambda: {"layers.*": sx.Context("up")}, "mesh axis 'up' is unknown"),
     "an axis of the batch": (lambda: {"layers.*": sx.Context("dp")}, "'dp' shards no sequence here"),
     "no attention": (lambda: {"layers.*.q": sx.Context("cp")}, "names no attention"),
+    "no window": (lambda: {"layers.*": sx.Context("cp", how="window")}, "an attention without a window"),
     "one axis": (lambda: {"layers.*": sx.Context("cp", how="2d")}, "a 2d strategy of one axis"),
     "more ranks than heads": (lambda: {"layers.*": sx.Context("cp", how="all-to-all")}, "at most 2 ranks"),
     "two of one": (lambda: {"layers.*": sx.Context("cp"), "**": sx.Context("cp", how="gather")}, "hints disagree"),
