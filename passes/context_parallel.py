@@ -45,13 +45,13 @@ class Context:
     The sequence itself is sharded by a placement of the inputs, such as ``"kwargs.input_ids": "-, cp"``.
 
     Args:
-        axis: the mesh axis over which the sequence is sharded; several, major first, as ``"ring heads"``.
+        axis: the mesh axis over which the sequence is sharded; several, major first, as ``"rows heads"``.
         how: the strategy. ``"gather"``: keys and values of all rows on each rank. ``"all-to-all"``: heads sharded
             within attention, rows outside; where ranks are more than key heads, each has a copy of one. ``"2d"``:
             heads over the last of several axes, rows over the others, whose keys are gathered. ``"window"``: rows,
-            and a halo of the keys that they see in a sliding window of at most half the sequence. ``"auto"``: the one of
-            the fewest predicted seconds among those whose memory does not grow with the axis; gather where there is
-            none.
+            and a halo of the keys that they see in a sliding window of at most half the sequence. ``"auto"``:
+            the one of the fewest predicted seconds among those whose memory does not grow with the axis; gather where
+            there is none.
 
     Example::
 
@@ -64,7 +64,7 @@ class Context:
     def __post_init__(self) -> None:
         where = f"Context({self.axis!r}, how={self.how!r})"
         if not isinstance(self.axis, str) or not self.axes or len(set(self.axes)) < len(self.axes):
-            expected = 'the name of a mesh axis, or names of several, as "ring heads"'
+            expected = 'the name of a mesh axis, or names of several, as "rows heads"'
             raise Error("the axis of a Context is no name", where=where, expected=expected, got=repr(self.axis))
         if self.how not in HOW:
             remedy = did_you_mean(str(self.how), HOW, "see help(sx.Context)")
