@@ -69,29 +69,6 @@ IN_WORDS = {
     "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
 }
 FOREIGN = "convert all Tensors to FakeTensors"
-TOO_SMALL = (
-    "Kernel size can't be greater than actual input size",
-    "Output size is too small",
-    "output size is too small",
-    "Padding size should be less than the corresponding input dimension",
-    "Expected more than 1 value per channel",
-    "Expected more than 1 spatial element",
-)
-ON_ONE_DEVICE = (
-    (
-        ("modified by an inplace operation",),
-        "a tensor that its gradients need is changed in place",
-        "a change behind its last use, or a new tensor",
-        "read a clone() of it, or change it before it is read",
-    ),
-    (
-        TOO_SMALL,
-        "an op is given too few rows or places for what it does",
-        "as many rows and columns, padding counted, as a kernel, a pool or a border reaches over",
-        "give larger example inputs, pad them, or make the kernel, its stride or its dilation smaller",
-    ),
-)
-"""Words of torch's where a model does not run eagerly either, with the error, what was expected, and the remedy."""
 
 
 def explain_decision(error: Exception, model: nn.Module, guarded: bool) -> Error | None:
@@ -127,10 +104,6 @@ def explain(
         )
     if FOREIGN in text:
         return _foreign(where, model)
-    for words, what, expected, remedy in ON_ONE_DEVICE:
-        if any(each in text for each in words):
-            what = f"{what}, on one device as well"
-            return Error(what, where=where, expected=expected, got=text[:600], remedy=remedy)
     if alone is not None:
         return Error(
             "the model raises on its example, on one device as well",

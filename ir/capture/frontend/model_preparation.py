@@ -402,8 +402,8 @@ def reject_module(model: nn.Module) -> None:
     """Refuse a module that has something which a program would lose.
 
     Raises:
-        Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, forward hooks that only look, a parameter
-            that is computed, or has no shape yet.
+        Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, a parameter that is computed, sharded already, or has no
+            shape yet.
     """
     reject_backward_hooks(model)
     for path, module in model.named_modules():
@@ -454,14 +454,6 @@ def reject_module(model: nn.Module) -> None:
         for attribute, what in PARAMETER_HOOKS.items():
             if getattr(parameter, attribute, None):
                 refuse_hook(name, what, "register it on the parameters of pm, which are other tensors")
-        if parameter.is_inference():
-            raise Error(
-                f"{name!r} was made in inference mode, and can have no gradient",
-                where=name,
-                expected="parameters made outside of torch.inference_mode()",
-                got="an inference tensor",
-                remedy="make the model outside of it",
-            )
 
 
 def reject_backward_hooks(model: nn.Module) -> None:
