@@ -160,7 +160,7 @@ class WantsAClosure(Own):
         (SeldomMore, "self.calls, which it changes"),
         (CountsInGroup, r"\['k'\], which it changes"),
         (ChangesItsRate, r"\['lr'\], which it changes"),
-        (ClipsLarge, r"others have other gradients\n.*Hints\(clip"),
+        (ClipsLarge, r"elsewhere: the parameter after step 8\n.*Hints\(clip"),
         (KeepsAList, "several things in one\n(.*\n)*.*'last', a list of 1"),
         (WantsAClosure, r"cannot be traced\n(.*\n)*.*as SAM does\n.*with its closure"),
     ],

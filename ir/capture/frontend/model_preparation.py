@@ -402,8 +402,8 @@ def reject_module(model: nn.Module) -> None:
     """Refuse a module that has something which a program would lose.
 
     Raises:
-        Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, a parameter that is computed, sharded already, or has no
-            shape yet.
+        Error: a wrapper that is parallel, a ScriptModule, hooks on gradients, a parameter that is computed, sharded
+            already, or has no shape yet.
     """
     reject_backward_hooks(model)
     for path, module in model.named_modules():

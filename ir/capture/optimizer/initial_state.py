@@ -88,7 +88,7 @@ def _apart(
     for name in names:
         p = trial.named[name].detach().clone()
         states = [initial_content(starts[key], later.shapes[key], later.dtypes[key], p) for key in later.names]
-        for i, numbers in enumerate(trial.numbers[group.number]):
+        for i, numbers in enumerate(trial.numbers[group.number][: len(SHARES) - (name in trial.large)]):
             module = first.module if first is not None and i == 0 else later.module
             values = [torch.tensor(number, dtype=torch.float64) for number in numbers.values()]
             try:

@@ -1,16 +1,16 @@
 """Trial of an optimizer on small parameters: what its steps do, and whether each parameter is stepped by itself.
 
-A traced step is that of one parameter. What an optimizer counts elsewhere (``self.calls``, ``group["k"]``), and what it
-takes of other parameters (the norm of all gradients), is not in it, and may show after more steps than are tried, or
-for larger gradients. So both are tested as such.
+A traced step is that of one parameter. What an optimizer takes of other parameters (the norm of all gradients) is not
+in it, which shows where all are stepped together, and some have large gradients. What it counts elsewhere
+(``self.calls``, ``group["k"]``) may show after more steps than are tried, and is tested as such.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
@@ -25,25 +25,15 @@ SHARES = (1.0,) * 4 + (0.5,) * 4
 """Factors of the rate and other scheduled options, by step of the trial."""
 ON_DEVICES = "capturable"
 """An option for kernels of devices, which is switched off: small parameters are on the CPU."""
-OTHERWISE: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
-    torch.zeros_like,
-    lambda grad: grad * 1e8,
-    lambda grad: torch.full_like(grad, float("nan")),
-)
-"""Changes of other parameters' gradients, by step; the last one may make an optimizer raise."""
+LARGE = 1e8
+"""The factor of every other gradient of the last step, in which an optimizer clips what it clips by all of them."""
 Numbers = Mapping[str, float | torch.Tensor]
-
-
-class TrialSetup(NamedTuple):
-    """Small parameters by name, and the groups of optimizers that are made of them."""
-
-    parameters: Mapping[str, nn.Parameter]
-    groups: Sequence[OptimizerGroup]
 
 
 class OptimizerTrial:
     """The user's optimizers, made of small parameters: once to be traced, and again to be stepped. ``after`` are
-    parameters and their states after each step with the gradients ``grads``.
+    parameters and their states after each step with the gradients ``grads``; ``large`` are those with large ones in the
+    last step, which hides rounding.
 
     Raises:
         Error: they are made otherwise of small parameters; their step raises; or it does not step each by itself.
@@ -71,70 +61,43 @@ class OptimizerTrial:
             [{name: value * share for name, value in group.numbers.items()} for share in SHARES] for group in groups
         ]
         self.grads = [{name: draw(each) for name, each in named.items() if name in trained} for _ in SHARES]
+        self.large = {*[*self.grads[-1]][1::2]}
+        self.grads[-1] |= {name: self.grads[-1][name] * LARGE for name in self.large}
         self.after: list[dict[str, tuple[torch.Tensor, Mapping[str, Any]]]] = []
-        made = self._again(factory)
+        parameters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in self.named.items()}
+        made = _made(factory, parameters, groups)
         for i, grads in enumerate(self.grads):
-            before = self._step(i, made, grads)
-            for group, numbers in zip(made.groups, before, strict=True) if i else ():  # the first step may make some
+            for name, grad in grads.items():
+                parameters[name].grad = grad.clone()
+            before = self._step(i, made)
+            for group, numbers in zip(made, before, strict=True) if i else ():  # the first step may make some
                 for name, value in numbers_elsewhere(group).items():
                     if name not in numbers or not _equal(value, numbers[name]):
                         raise not_alone(group, f"{name}, which it changes from step to step")
-            owners = {name: group for group in made.groups for name in group.names if name in grads}
-            copied = ((name, made.parameters[name], group.optimizer.state) for name, group in owners.items())
+            states = {name: group.optimizer.state for group in made for name in group.names if name in grads}
+            copied = ((name, parameters[name], state) for name, state in states.items())
             self.after.append(
                 {name: (p.detach().clone(), copy.deepcopy(state.get(p, {}))) for name, p, state in copied}
             )
-        self._check_alone(factory)
 
-    def _again(self, factory: Factory) -> TrialSetup:
-        """A copy of the parameters, with optimizers of their own."""
-        parameters = {name: nn.Parameter(p.detach().clone(), p.requires_grad) for name, p in self.named.items()}
-        return TrialSetup(parameters, _made(factory, parameters, self.groups))
-
-    def _step(self, i: int, made: TrialSetup, grads: Mapping[str, torch.Tensor]) -> list[Numbers]:
+    def _step(self, i: int, groups: Sequence[OptimizerGroup]) -> list[Numbers]:
         """Step all parameters together, as the optimizers themselves do; gives the numbers elsewhere before.
 
         Raises:
             Error: it raises.
         """
-        for name, grad in grads.items():
-            made.parameters[name].grad = grad.clone()
-        for group in made.groups:
+        for group in groups:
             mine = group.optimizer.param_groups[group.index]
             mine.update(replace_numbers(group.options, self.numbers[group.number][i]))
             mine.update({ON_DEVICES: False} if ON_DEVICES in mine else {})
-        before = [numbers_elsewhere(group) for group in made.groups]
-        for group in made.groups:
+        before = [numbers_elsewhere(group) for group in groups]
+        for group in groups:
             if group.index == 0:
                 try:
                     group.optimizer.step()
                 except Exception as error:  # whatever the user's own code raises
                     raise refusal(group, error) from error
         return before
-
-    def _check_alone(self, factory: Factory) -> None:
-        """Check that a parameter's step does not depend on the gradients of others.
-
-        Raises:
-            Error: the optimizer takes something of one parameter for the step of another.
-        """
-        names = [*self.grads[0]]
-        for others in (names[::2], names[1::2]) if len(names) > 1 else ():
-            made = self._again(factory)
-            for i, other in enumerate(OTHERWISE):
-                grads = {name: other(grad) if name in others else grad for name, grad in self.grads[i].items()}
-                try:
-                    self._step(i, made, grads)
-                except Exception:  # of what is no number: a factorization, perhaps
-                    break
-                owners = ((name, group) for group in made.groups for name in group.names if name in grads)
-                for name, group in owners:
-                    if name not in others and not torch.equal(made.parameters[name], self.after[i][name][0]):
-                        raise not_alone(
-                            group,
-                            f"another {name!r} after a step in which others have other gradients",
-                            "of a norm of all gradients say Hints(clip_grad_norm=...)",
-                        )
 
 
 def _made(
@@ -181,9 +144,6 @@ OUTSIDE = (
 )
 
 
-BESIDE = "keep what changes from step to step in self.state[p]; have a torch.optim.lr_scheduler change rates"
-
-
 def refusal(group: OptimizerGroup, error: Exception) -> Error:
     """The error of a step that cannot be traced; errors of ours as they are."""
     if isinstance(error, Error):
@@ -198,14 +158,15 @@ def refusal(group: OptimizerGroup, error: Exception) -> Error:
     )
 
 
-def not_alone(group: OptimizerGroup, got: str, remedy: str = BESIDE) -> Error:
+def not_alone(group: OptimizerGroup, got: str) -> Error:
     """The error of a step that is not one of each parameter by itself."""
     return Error(
         f"the step of {group.kind} is none of one parameter alone, with states that are tensors",
         where=f"{WHERE}  {group.where}",
         expected="a step that for each parameter depends on its gradient, its states and lr",
         got=got,
-        remedy=f"{remedy}; {OUTSIDE}",
+        remedy="keep what changes from step to step in self.state[p]; have a torch.optim.lr_scheduler change rates; of "
+        f"a norm of all gradients say Hints(clip_grad_norm=...); {OUTSIDE}",
     )
 
 
