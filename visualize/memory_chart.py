@@ -1,20 +1,16 @@
-"""Memory over the calls of a program: a stack of areas, one a category; or a curve for each of several plans."""
+"""Memory over the calls of a program: a stack of areas, one a category."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from shardfx.ir.text.printer import size_text
 
-from .style import AXIS_COLOURS, FAINT, HOST, INK, MUTED, PAPER, RULE, colour_of, width
-from .svg import Canvas, Rect, number, polygon, polyline, ticks
+from .style import AXIS_COLOURS, FAINT, HOST, INK, MUTED, PAPER, RULE, width
+from .svg import Canvas, Rect, number, polygon, ticks
 
 PHASES = ("forward", "backward", "update")
-ROOM = {"forward": (0.0, 0.4), "backward": (0.4, 0.95), "update": (0.95, 1.0)}
-"""The horizontal range of each phase in a picture of several plans, whatever the number of its calls."""
 AREA, MARGIN = Rect(84.0, 56.0, 880.0, 300.0), 24.0
 COLOURS = {
     "parameters": "#94a3b8",
@@ -36,15 +32,6 @@ COLOURS = {
     "new states": AXIS_COLOURS[6],
 }
 """Colours by category: persistent memory is grey, and at the bottom."""
-
-
-@dataclass(frozen=True)
-class MemoryCurve:
-    """One program: the bytes at each call, its phases, and the bytes of its peak."""
-
-    nbytes: Sequence[int]
-    phases: Sequence[str]
-    peak: int
 
 
 def draw_memory(
@@ -102,39 +89,6 @@ def draw_memory(
     return canvas.save(path, wide, high, title, "memory over calls")
 
 
-def draw_memory_of_plans(curves: Mapping[str, MemoryCurve], path: str | Path, title: str) -> Path:
-    """Draw the memory of several plans of a model as one SVG file, by their names, with their phases aligned.
-
-    Args:
-        path: where to write the file; its folder is made.
-        title: the heading.
-    """
-    canvas, area = Canvas(), AREA
-    canvas.text(MARGIN, 32, title, size=17, bold=True)
-    most = max((curve.peak for curve in curves.values()), default=1) * 1.06
-    _scale(canvas, area, most)
-    there = {phase for curve in curves.values() for phase in curve.phases}
-    _phases(canvas, {phase: area.x + area.w * ROOM[phase][0] for phase in PHASES if phase in there})
-    colours = {name: colour_of(i) for i, name in enumerate(curves)}
-    for name, curve in curves.items():
-        x = [area.x + area.w * place for place in places(curve.phases)]
-        line = polyline((at, area.bottom - area.h * n / most) for at, n in zip(x, curve.nbytes, strict=True))
-        style = {"stroke": colours[name], "stroke_width": "1.8"}
-        with canvas.group("", f"{name}: {size_text(curve.peak)} at most"):
-            canvas.path(line, fill="none", stroke_linejoin="round", **style)
-        if curve.nbytes:
-            top = max(range(len(x)), key=curve.nbytes.__getitem__)
-            y = area.bottom - area.h * curve.peak / most
-            canvas.element("circle", cx=x[top], cy=y, r="3.5", fill=PAPER, **style)
-    y = area.bottom + 30
-    for name, curve in sorted(curves.items(), key=lambda item: -item[1].peak):
-        canvas.rect(Rect(area.x, y - 9, 18, 4), radius=2, fill=colours[name])
-        canvas.text(area.x + 26, y - 3, name, size=12)
-        canvas.text(area.x + 250, y - 3, size_text(curve.peak), size=12, mono=True, anchor="end", colour=INK)
-        y += 20
-    return canvas.save(path, max(canvas.right, area.right) + MARGIN, y + 4, title, "memory over calls, by plan")
-
-
 def _scale(canvas: Canvas, area: Rect, most: float) -> None:
     """Lines at round numbers of bytes."""
     for value in ticks(most, 6):
@@ -165,15 +119,6 @@ def starts(phases: Sequence[str]) -> list[int]:
         return at if any(phase in behind for phase in phases) else len(phases)
 
     return [0, *(start(PHASES[:i], PHASES[i:]) for i in range(1, len(PHASES)))]
-
-
-def places(phases: Sequence[str]) -> list[float]:
-    """The place of each call between 0 and 1: the calls of a phase are spread over its room."""
-    found: list[float] = []
-    for phase, (first, end) in zip(PHASES, pairwise([*starts(phases), len(phases)]), strict=True):
-        left, right = ROOM[phase]
-        found += [left + (right - left) * (i + 0.5) / (end - first) for i in range(max(end - first, 0))]
-    return found
 
 
 def _steps(x: Sequence[float], below: Sequence[float], above: Sequence[float], area: Rect, most: float) -> str:

@@ -192,27 +192,12 @@ class RankMemory:
         live, inside = self.footprint.live, self.footprint.inside
         return max(range(self._calls), key=lambda i: live[i] + inside[i], default=0)
 
-    def draw(self, path: str | Path, title: str = "", beside: Mapping[str, RankMemory] | None = None) -> Path:
-        """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named.
-
-        Args:
-            beside: the memory of other plans of the model by their names: then a line for each, over one another.
-
-        Example::
-
-            plain.memory().draw("memory.svg", beside={"recompute": again.memory(), "zero 3": stored.memory()})
-        """
-        from shardfx.visualize import MemoryCurve, draw_memory, draw_memory_of_plans
+    def draw(self, path: str | Path, title: str = "") -> Path:
+        """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named."""
+        from shardfx.visualize import draw_memory
 
         beside_it = f", {size_text(self.host)} offloaded" if self.host else ""
         shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most{beside_it}"
-        if beside:
-            named = {"this plan": self, **beside}
-            lines = {
-                name: MemoryCurve([sum(at.values()) for at in each.course], each._phases, each.peak)
-                for name, each in named.items()
-            }
-            return draw_memory_of_plans(lines, path, title or f"Memory of rank {self.rank} by plan")
         names = [str(holder) for holder in self.at_peak[:8]]
         return draw_memory(self.course, self._phases, self._top, self.peak, names, path, shown, self._beside)
 
