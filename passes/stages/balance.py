@@ -1,7 +1,7 @@
 """Balanced split of consecutive blocks into stages: the slowest stage is as fast as possible, within memory budgets.
 
 By dynamic programming over stages and blocks. The time of the slowest stage is found by bisection among those of
-contiguous ranges of blocks; of splits that are as fast, the one that sends least is taken.
+contiguous ranges of blocks.
 """
 
 from __future__ import annotations
@@ -42,28 +42,23 @@ class MemoryBudget:
 
 
 class _Way(NamedTuple):
-    """A split into the first stages: its communication, the memory of ranks that get more stages, and the first
-    blocks."""
+    """A split into the first stages: the memory of ranks that get more stages, and the first blocks."""
 
-    sent: float
     memory: tuple[tuple[int, float], ...]
     firsts: tuple[int, ...]
 
     def is_worse(self, other: _Way) -> bool:
-        """Whether another one sends and stores no more."""
+        """Whether another one stores no more."""
         pairs = zip(self.memory, other.memory, strict=True)
-        return self.sent >= other.sent and all(mine >= theirs for (_, mine), (_, theirs) in pairs)
+        return all(mine >= theirs for (_, mine), (_, theirs) in pairs)
 
 
-def balanced_split(
-    costs: Sequence[float], count: int, sent: Sequence[float] = (), budget: MemoryBudget | None = None
-) -> list[int] | None:
+def balanced_split(costs: Sequence[float], count: int, budget: MemoryBudget | None = None) -> list[int] | None:
     """The first block of each stage in the best split; None if no split fits into ``budget``.
 
     Args:
         costs: the time of each block; a stage takes the sum of its blocks'.
         count: how many stages there are.
-        sent: what is sent for a micro-batch if a stage begins at a block.
         budget: what ranks may hold; None: anything.
 
     Example::
@@ -72,7 +67,7 @@ def balanced_split(
     """
     sums = [0.0, *accumulate(costs)]
     budget = replace(budget, memory=cache(budget.memory)) if budget is not None else None
-    line = _Blocks(sums, sent or [0.0] * len(costs), count, budget)
+    line = _Blocks(sums, count, budget)
     times = sorted({b - a for place, a in enumerate(sums) for b in sums[place + 1 :]})
     low = bisect_left(times, max(sums[-1] / count * (1 - 1e-9), *costs))
     high, step, found = low, 1, line.within(times[low])
@@ -97,7 +92,7 @@ def smallest_split(costs: Sequence[float], count: int, budget: MemoryBudget) -> 
     while high - low > near:
         middle = (low + high) / 2
         wider = replace(budget, budgets=[each + middle for each in budget.budgets])
-        way = _Blocks(sums, [0.0] * blocks, count, wider).within(inf)
+        way = _Blocks(sums, count, wider).within(inf)
         found, low, high = (way, low, middle) if way else (found, middle, high)
     assert found is not None
     used = budget.of(found.firsts, blocks)
@@ -109,14 +104,13 @@ class _Blocks:
     """Consecutive blocks, by prefix sums of their costs."""
 
     sums: Sequence[float]
-    sent: Sequence[float]
     count: int
     budget: MemoryBudget | None
 
     def within(self, seconds: float) -> _Way | None:
-        """The split with least communication, of those whose stages take no longer."""
+        """A split whose stages take no longer, if there is one."""
         blocks = len(self.sums) - 1
-        row: dict[int, list[_Way]] = {0: [_Way(0.0, (), ())]}
+        row: dict[int, list[_Way]] = {0: [_Way((), ())]}
         for stage in range(self.count):
             made: dict[int, list[_Way]] = {}
             left = self.count - stage - 1
@@ -130,7 +124,7 @@ class _Blocks:
                     if longer:
                         made.setdefault(end, []).extend(longer)
             row = {end: _best(ways) for end, ways in made.items()}
-        return min(row.get(blocks, ()), key=lambda way: way.sent, default=None)
+        return next(iter(row.get(blocks, ())), None)
 
     def _fits(self, stage: int, first: int, end: int) -> bool:
         budget = self.budget
@@ -138,22 +132,22 @@ class _Blocks:
 
     def _longer(self, way: _Way, stage: int, first: int, end: int) -> _Way | None:
         """A way with one stage more, if it fits."""
-        sent, firsts = way.sent + (self.sent[first] if first else 0.0), (*way.firsts, first)
+        firsts = *way.firsts, first
         if self.budget is None:
-            return _Way(sent, (), firsts)
+            return _Way((), firsts)
         home, memory = self.budget.homes[stage], dict(way.memory)
         mine = memory.pop(home, 0.0) + self.budget.memory(stage, first, end)
         if mine > self.budget.budgets[home]:
             return None
         if home in self.budget.homes[stage + 1 :]:
             memory[home] = mine
-        return _Way(sent, tuple(sorted(memory.items())), firsts)
+        return _Way(tuple(sorted(memory.items())), firsts)
 
 
 def _best(ways: Sequence[_Way]) -> list[_Way]:
     """The partial splits that may start the best split, at most ``WIDTH``."""
     found: list[_Way] = []
-    for way in sorted(ways, key=lambda way: (way.sent, sum(memory for _, memory in way.memory))):
+    for way in sorted(ways, key=lambda way: sum(memory for _, memory in way.memory)):
         if len(found) < WIDTH and not any(way.is_worse(other) for other in found):
             found.append(way)
     return found
