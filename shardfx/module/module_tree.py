@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable
 from functools import partial
@@ -19,7 +18,6 @@ from shardfx.module.optimizer_hooks import watch_optimizers
 if TYPE_CHECKING:
     from shardfx.module.source_model import SourceModel
 
-HELD = "_modules", "_parameters", "_buffers"
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the full weights of the model."""
 AGAIN = "change the model, and parallelize it again"
@@ -36,46 +34,6 @@ def _operator(name: str) -> Callable[..., Any]:
         return getattr(kind, name)(proxy, *args)
 
     return operate
-
-
-class Locked(dict[str, Any]):
-    """The modules, parameters or buffers of a proxy, of which none can be replaced: programs are of the model as it
-    was. ``grows``: others may be put beside them."""
-
-    def __init__(self, where: str, content: dict[str, Any], grows: bool = False) -> None:
-        super().__init__(content)
-        self.where, self.grows = where, grows
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        if name in self and self[name] is not value:
-            raise Error(
-                "a tensor or a module of a parallel module was replaced",
-                where=f"{name!r} of {self.where}",
-                expected="the model as it was parallelized",
-                got="another one, as torch.func.functional_call and torch.export put in",
-                remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself; "
-                "torch.func and torch.export take the model: with pm.gathered() as model: ...",
-            )
-        if name not in self and not self.grows:
-            self._refuse(name)
-        super().__setitem__(name, value)
-
-    def __delitem__(self, name: str) -> None:
-        if not self.grows:
-            self._refuse(name)
-        super().__delitem__(name)
-
-    def _refuse(self, name: str) -> NoReturn:
-        raise Error(
-            "modules of a parallel module, or what they hold, were changed; its programs are of the model as it was",
-            where=f"{name!r} of {self.where}",
-            expected="the model as it was parallelized",
-            got=f"without {name!r}" if name in self else f"a new {name!r}",
-            remedy=AGAIN,
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return copy.deepcopy({**self}, memo)
 
 
 class ModelProxy(nn.Module):
@@ -148,6 +106,12 @@ class ModelProxy(nn.Module):
 
     def __dir__(self) -> list[str]:
         return [*super().__dir__(), *dir(self._twin)]  # type: ignore[no-untyped-call]
+
+    def _refuse_new(self, name: str, *args: Any, **kwargs: Any) -> NoReturn:
+        what = "modules of a parallel module, or what they hold, were changed; its programs are of the model as it was"
+        self._refuse(what, got=f"a new {name!r}")
+
+    add_module = register_parameter = register_buffer = _refuse_new
 
     def apply(self, fn: Any) -> NoReturn:
         """Not supported, as it is no module of its class, and its parameters may be shards: always an Error."""
@@ -286,7 +250,8 @@ class ProxyTree:
             made.setdefault(module, root if module is model else ProxyModule(path, source))
         for module, proxy in made.items():
             proxy._modules.update({name: made[child] for name, child in module._modules.items() if child is not None})
-        self._proxies = [*made.values()]
+        self._placed: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        """Where each stored tensor stands."""
 
     def register(self, state: ModelState) -> None:
         """Make what is stored parameters and buffers of the tree, under the model's own names and in their order.
@@ -295,26 +260,37 @@ class ProxyTree:
         somebody else's (``AveragedModel``) is compared with them one by one.
         """
         watch(state)
-        self.unlock()
+        self._placed = []
         order = {name: i for i, name in enumerate(self.names)}
         for name, parameter in sorted(state.store.parameters.items(), key=lambda named: order.get(named[0], 0)):
             holder, leaf = self._place(name)
-            holder._parameters[leaf] = parameter
+            self._put(holder._parameters, leaf, parameter)
         for name, tensor in state.store.buffers.items():
             holder, leaf = self._place(name)
-            holder._buffers[leaf] = tensor
+            self._put(holder._buffers, leaf, tensor)
             if name not in state.names:
                 holder._non_persistent_buffers_set.add(leaf)
-        for proxy in self._proxies:
-            beside = proxy is self.root and not isinstance(proxy._twin, (nn.Sequential, nn.ModuleList, nn.ModuleDict))
-            for name in HELD:
-                locked = Locked(proxy._where, vars(proxy)[name], grows=beside and name == "_modules")
-                vars(proxy)[name] = locked
 
-    def unlock(self) -> None:
-        """Let modules and tensors be replaced, until the next :meth:`register`."""
-        for proxy in self._proxies:
-            vars(proxy).update({name: {**vars(proxy)[name]} for name in HELD})
+    def _put(self, held: dict[str, Any], leaf: str, tensor: torch.Tensor) -> None:
+        held[leaf] = tensor
+        self._placed.append((held, leaf, tensor))
+
+    def check(self) -> None:
+        """Check that the tensors of the tree are the stored ones.
+
+        Raises:
+            Error: another one stands in the place of one.
+        """
+        for held, leaf, tensor in self._placed:
+            if held.get(leaf) is not tensor:
+                raise Error(
+                    "a tensor of a parallel module was replaced",
+                    where=leaf,
+                    expected="the model as it was parallelized",
+                    got="another one, as torch.func.functional_call and torch.export put in",
+                    remedy="pm.load_full_state_dict(state_dict), or parameter.data.copy_(...), and call pm itself; "
+                    "torch.func and torch.export take the model: with pm.gathered() as model: ...",
+                )
 
     def _place(self, name: str) -> tuple[ModelProxy, str]:
         """The module that holds a value, and under which name. A child may be called as one of our methods is

@@ -111,7 +111,6 @@ class ParallelModule(PlannedModule):
             if self._compiling is not None:
                 self._compiling.check(self._compiled, place.device, place.virtual)
             self._target = place
-            self._tree.unlock()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if moves:
             self._state.store.to(place.device)
@@ -161,6 +160,7 @@ class ParallelModule(PlannedModule):
         with self._peers.calling():
             reject_traces("pm(...)")
             self._state.check_complete()
+            self._tree.check()
             if self._source_check is not None:
                 self._source_check.check()
             update = self._compiled.captured.update
