@@ -208,7 +208,7 @@ def traced_call(
     model: nn.Module, hints: Hints, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: tuple[Any, ...]
 ) -> TracedCall:
     """A call under these hints; ``model`` is without the loss that is a submodule."""
-    loss = hints.loss.take_attributes() if isinstance(hints.loss, OwnLoss) else hints.loss
+    loss = hints.loss.module if isinstance(hints.loss, OwnLoss) else hints.loss
     compute = MixedPrecision.of(hints.mixed_precision) or MixedPrecision()
     return TracedCall(model, loss, args, dict(kwargs), targets, compute.output_dtype)
 

@@ -41,8 +41,8 @@ class ModelState:
         self.compiled, self.store, self._source = compiled, store, source
         self.aliases = compiled.captured.aliases
         every = model.state_dict()
-        own = {name for name, _ in _tensors(model, remove_duplicate=False)}
-        self.names = [name for name in every if name in own]
+        own = {name: isinstance(each, nn.Parameter) for name, each in _tensors(model, remove_duplicate=False)}
+        self.names = [name for name in every if name in own and (own[name] or not source.is_of_loss(name))]
         self.beside = {name: value for name, value in every.items() if name not in own}
         """The other entries of the model's state dict: its extra state (``get_extra_state``), or a hook's additions."""
         self.trainable = {self.aliases.get(n, n): p.requires_grad for n, p in model.named_parameters()}

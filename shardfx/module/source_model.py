@@ -34,6 +34,10 @@ class SourceModel:
         made.module, made._loss = without_weights(self.module), self._loss
         return made
 
+    def is_of_loss(self, name: str) -> bool:
+        """Whether a tensor is one of the loss."""
+        return self._loss is not None and name.partition(".")[0] == self._loss.name
+
     @property
     def with_loss(self) -> nn.Module:
         """The model, and its loss as a submodule if that has tensors of its own."""
@@ -43,8 +47,7 @@ class SourceModel:
         """A module by its path; those of the loss as well."""
         name, _, rest = path.partition(".")
         if self._loss is not None and name == self._loss.name:
-            module = self._loss.module.get_submodule(rest)
-            return self._loss.given_modules.get(module, module)
+            return self._loss.module.get_submodule(rest)
         return self.module.get_submodule(path)
 
     @property

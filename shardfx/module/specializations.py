@@ -390,8 +390,6 @@ class Specializations:
             return [*[loss][: trace.has_loss], *results, *[None] * (len(numbers) - len(results))]
 
         *losses, out = trace.replay(self._traced_call(programs, call), run)
-        if isinstance(self.hints.loss, OwnLoss):
-            self.hints.loss.give_attributes()
         return losses[0] if losses and call.has_targets else None, out
 
     def _traced_call(self, programs: Programs, call: ModuleCall) -> TracedCall:

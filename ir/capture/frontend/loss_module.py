@@ -25,29 +25,11 @@ NAMES = ("loss", "loss_function", "the_loss")
 
 
 class OwnLoss:
-    """A loss that is a submodule of the model, by name; ``given`` is the user's, ``module`` that with its tensors.
-
-    Its modules are twins of the user's modules, ``given_modules`` by twin. The attributes that Python code has of them
-    are the user's: taken before guards and traces read them, and given back after a call has changed them.
-    """
+    """A loss that is a submodule of the model, by name; ``given`` is the user's, ``module`` that with its tensors."""
 
     def __init__(self, name: str, function: Callable[..., Any], module: nn.Module) -> None:
         self.name, self.given, self.module = name, function, module
-        self.given_modules: dict[nn.Module, nn.Module] = {
-            m: m.__dict__.pop(GIVEN) for m in module.modules() if GIVEN in m.__dict__
-        }
         self._was: dict[str, tuple[int, int]] = {}
-
-    def take_attributes(self) -> nn.Module:
-        """The module, with the attributes of the user's modules as they are now."""
-        for twin, given in self.given_modules.items():
-            twin.__dict__.update(_attributes(given))
-        return self.module
-
-    def give_attributes(self) -> None:
-        """Set the attributes of the user's modules as they are now in the module."""
-        for twin, given in self.given_modules.items():
-            given.__dict__.update(_attributes(twin))
 
     def beside(self, model: nn.Module) -> nn.Module:
         """A twin of a model that has the loss as a submodule."""
@@ -182,11 +164,9 @@ def _beside(kind: type[nn.Module], name: str) -> type[nn.Module]:
 
 
 def _as_module(loss: Callable[..., Any] | None) -> nn.Module | None:
-    """A loss as a module with non-persistent buffers; None where it has no tensors."""
+    """A loss as a module; None where it has no tensors."""
     if isinstance(loss, nn.Module):
-        if not has_tensors(loss):
-            return None
-        return _without_saved_buffers(loss)
+        return loss if has_tensors(loss) else None
     if isinstance(loss, functools.partial):
         filled = Filled(loss)
         return filled if has_tensors(filled) else None
@@ -194,8 +174,7 @@ def _as_module(loss: Callable[..., Any] | None) -> nn.Module | None:
         return None
     used = inspect.getclosurevars(loss)
     used_values = {name: value for name, value in {**used.globals, **used.nonlocals}.items() if has_tensors(value)}
-    quiet = {n: _without_saved_buffers(v) if isinstance(v, nn.Module) else v for n, v in used_values.items()}
-    return Rebound(loss, quiet) if used_values else None
+    return Rebound(loss, used_values) if used_values else None
 
 
 def has_tensors(value: object) -> bool:
@@ -203,23 +182,3 @@ def has_tensors(value: object) -> bool:
     if isinstance(value, nn.Module):
         return next(value.parameters(), None) is not None or next(value.buffers(), None) is not None
     return isinstance(value, torch.Tensor) and (isinstance(value, nn.Parameter) or not value.requires_grad)
-
-
-GIVEN = "_given_module"
-"""The attribute of a twin for the user's module, until the loss takes it."""
-STRUCTURE = {"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", GIVEN}
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in module.__dict__.items() if name not in STRUCTURE}
-
-
-def _without_saved_buffers(module: nn.Module) -> nn.Module:
-    """A twin of a module, of the same tensors."""
-    twin = module.__new__(type(module))
-    twin.__dict__.update(module.__dict__)
-    twin.__dict__["_non_persistent_buffers_set"] = set(module._buffers)
-    children = module._modules.items()
-    twin.__dict__["_modules"] = {n: child and _without_saved_buffers(child) for n, child in children}
-    twin.__dict__[GIVEN] = module
-    return twin
