@@ -168,7 +168,7 @@ class ScheduleReport(Simulation):
     @cached_property
     def live(self) -> tuple[tuple[int, ...], ...]:
         """The number of live micro-batches during each action, rank by rank."""
-        return tuple(tuple(_live(row)) for row in self.schedule.rows)
+        return tuple(tuple(live_microbatches(row)) for row in self.schedule.rows)
 
     @cached_property
     def peaks(self) -> tuple[int, ...]:
@@ -207,7 +207,7 @@ def check_schedule(schedule: Schedule, *, stages: int, microbatches: int, costs:
     return ScheduleReport.of(schedule, costs)
 
 
-def _live(row: tuple[Action, ...]) -> Iterator[int]:
+def live_microbatches(row: Sequence[Action]) -> Iterator[int]:
     """The number of live micro-batches during each action: one that is released is live until the action is done."""
     after = accumulate(KEEPS[action.kind] for action in row)
     return (kept - min(KEEPS[action.kind], 0) for kept, action in zip(after, row, strict=True))

@@ -15,11 +15,11 @@ from itertools import accumulate, pairwise
 from math import inf
 
 from shardfx.compiled import Compiled
+from shardfx.ir.cost.replay import source_of
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.schedule.actions import Pipelined
-from shardfx.ir.schedule.simulation import KEEPS
+from shardfx.ir.schedule.simulation import live_microbatches
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.candidates import Candidate, PlanSearch
 from shardfx.memory.rank_memory import stored_bytes
@@ -192,11 +192,8 @@ class BlockMemory:
         for output in self.graph.outputs:
             mine = values.get(output.name)
             if output.kind is OutputKind.GRADIENT and mine is not None and mine.kind in OF_WEIGHTS:
-                yield self._adding_up(output.value), self._assigned.inputs[mine.value]
-
-    def _adding_up(self, value: Value) -> int:
-        """The bytes of the buffer in which a gradient is accumulated, before it is sharded."""
-        return max(each.local_bytes(self.graph.mesh) for each in before_communication(value))
+                added_up = source_of(output.value)  # before it is sharded
+                yield added_up.local_bytes(self.graph.mesh), self._assigned.inputs[mine.value]
 
 
 def range_bytes(uses: Iterable[tuple[int, Sequence[int]]]) -> Callable[[int, int], int]:
@@ -219,23 +216,8 @@ def sent_from(values: Iterable[Value]) -> set[Value]:
     return found
 
 
-def before_communication(value: Value) -> Iterator[Value]:
-    """A value, and what it was before each step of communication that it comes out of."""
-    yield value
-    while value.node is not None and is_comm(value.node) and len(value.node.operands) > value.index:
-        value = value.node.operands[value.index]
-        yield value
-
-
 def in_flight_microbatches(pipeline: Pipelined) -> list[int]:
-    """The number of in-flight micro-batches at each stage when most are live on its rank."""
-    found = [0] * len(pipeline.homes)
-    for row in pipeline.schedule.rows:
-        now, most = Counter[int](), Counter[int]()
-        for action in row:
-            now[action.stage] += max(KEEPS[action.kind], 0)
-            most = now.copy() if now.total() > most.total() else most
-            now[action.stage] += min(KEEPS[action.kind], 0)
-        for stage, iterations in most.items():
-            found[stage] = iterations
-    return found
+    """The most micro-batches that are in flight at each stage."""
+    rows = pipeline.schedule.rows
+    of_stage = ([each for each in rows[home] if each.stage == stage] for stage, home in enumerate(pipeline.homes))
+    return [max(live_microbatches(row)) for row in of_stage]
