@@ -14,8 +14,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec
 
 import torch
 import torch.utils._pytree as pytree
@@ -75,6 +75,40 @@ class Captured:
     sets: tuple[str, ...] = ()
 
 
+def _decisions(graph: Graph) -> int:
+    """The number of data-dependent decisions."""
+    return sum(output.guard is not None and not output.guard.op for output in graph.outputs)
+
+
+P = ParamSpec("P")
+
+
+def _with_constant_content(capture: Callable[P, Captured]) -> Callable[P, Captured]:
+    """A capture that takes what depends on content which is the same at every call: it is captured again with guards,
+    and none remains."""
+
+    @wraps(capture)
+    def captured(*args: P.args, **kwargs: P.kwargs) -> Captured:
+        try:
+            return capture(*args, **kwargs)
+        except DataDependent as error:
+            if kwargs.get("guard"):
+                raise
+            depends = error
+        try:
+            made = capture(*args, **{**kwargs, "guard": True, "real": False})  # type: ignore[arg-type]
+        except UnknownContent as unknown:
+            raise depends.at(unknown.where or depends.where) from None
+        except Error:
+            raise depends from None
+        if _decisions(made.graph):
+            raise depends
+        return made
+
+    return captured
+
+
+@_with_constant_content
 def capture(
     model: nn.Module | torch.export.ExportedProgram,
     mesh: Mesh,
@@ -91,6 +125,7 @@ def capture(
     batch_parts: BatchParts = ONE,
     compute: MixedPrecision | None = None,
     found: DynamoTrace | None = None,
+    real: bool = True,
 ) -> Captured:
     """Capture ``model`` (and its loss and backward, if ``loss`` is given) as one graph of global shapes.
 
@@ -105,60 +140,12 @@ def capture(
         batch_parts: batch norms normalise these parts of the batch apart (see :mod:`.canonical.batch_norms`).
         compute: the dtypes of computing and of reducing gradients (see :mod:`.canonical.mixed_precision`).
         found: Dynamo's trace of the call, or of it without the loss; None: ``torch.export`` traces the model itself.
+        real: guards go by the content of weights and examples, not only by what the model makes itself.
 
     Raises:
         Error: the model cannot be captured (data-dependent shapes, a loss that is not a scalar, ...).
     """
-    arguments = (model, mesh, args, dict(kwargs or {}), loss, targets, fold)
-    further = (optimizer, clip, scheduled, batch_parts, compute, found)
-    try:
-        return _capture(*arguments, guard, *further)
-    except DataDependent as error:
-        if guard:
-            raise
-        return _settled(partial(_capture, *arguments, True, *further, real=False), error)
-
-
-def _settled(capture: Callable[[], Captured], error: DataDependent) -> Captured:
-    """The capture with guards, if none remains: the content that the model asks for is the same at every call.
-
-    Raises:
-        DataDependent: some are: ``error``, which may not know where.
-    """
-    try:
-        made = capture()
-    except UnknownContent as unknown:
-        raise error.at(unknown.where or error.where) from None
-    except Error:
-        raise error from None
-    if _decisions(made.graph):
-        raise error
-    return made
-
-
-def _decisions(graph: Graph) -> int:
-    """The number of data-dependent decisions."""
-    return sum(output.guard is not None and not output.guard.op for output in graph.outputs)
-
-
-def _capture(
-    model: nn.Module | torch.export.ExportedProgram,
-    mesh: Mesh,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Callable[..., torch.Tensor] | None,
-    targets: tuple[Any, ...],
-    fold: bool,
-    guard: bool,
-    optimizer: Factory | None,
-    clip: float | None,
-    scheduled: Sequence[str],
-    batch_parts: BatchParts,
-    compute: MixedPrecision | None,
-    found: DynamoTrace | None,
-    real: bool = True,
-) -> Captured:
-    """``real``: guards go by the content of weights and examples, not only by what the model makes itself."""
+    kwargs = dict(kwargs or {})
     named = leaf_names(args, kwargs, targets)
     leaves, tree = pytree.tree_flatten((args, kwargs, targets))
     names = [name for name, leaf in named if isinstance(leaf, torch.Tensor)]
