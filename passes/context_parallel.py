@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import torch
 
+from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.dim_sharding import REPLICATED, DimSharding, without
 from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
@@ -27,6 +28,7 @@ from shardfx.ir.names import pattern
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook.arithmetic.attention import windows_of
+from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
 from shardfx.ir.spec import TensorType
 
@@ -119,6 +121,9 @@ class ContextParallel(Pass):
         rewriter.apply()
         for each in found:
             each.place()
+        for text, hint in hints.items():
+            made = dict.fromkeys(each.text for each in found if chosen[each.node][0] == text)
+            graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {', '.join(made)}")
         graph.rename()
         return bool(found)
 
@@ -131,12 +136,15 @@ def _is_within(module: str, text: str) -> bool:
 
 def _without_attention(text: str, hint: Context, calls: Sequence[Node]) -> Error:
     modules = list(dict.fromkeys(node.where.module for node in calls))
+    remedy = did_you_mean(text, modules, "print(pm.captured) shows each attention with its module", count=3)
+    if not modules:
+        remedy = 'call it, in place of a softmax of products; a Hugging Face model takes attn_implementation="sdpa"'
     return Error(
         f"hint {text!r} names no attention",
         where="Hints(specs=...)",
         expected=f"a module that computes scaled_dot_product_attention: {', '.join(modules[:4]) or 'none here does'}",
         got=f"{text!r}: {hint}",
-        remedy=did_you_mean(text, modules, "print(pm.captured) shows each attention with its module", count=3),
+        remedy=remedy,
     )
 
 
@@ -146,7 +154,8 @@ class _Attention:
     def __init__(
         self, node: Node, text: str, hint: Context, context: PassContext, users: Mapping[Value, Sequence[Node]]
     ) -> None:
-        self.hint, self.planner, self.cache, self.users = hint, context.planner, context.cache, users
+        self.node, self.hint, self.users, self.machine = node, hint, users, context.machine
+        self.planner, self.cache = context.planner, context.cache
         self.mesh, self.where = context.planner.mesh, f"hint {text!r}: {hint}; {node.where}"
         behind = (user for value in node.outs for user in users[value])
         self.nodes = list(dict.fromkeys([node, *(user for user in behind if user.op is attention_backward)]))
@@ -202,6 +211,13 @@ class _Attention:
             self._write(node, self.cache.strategy(self.cache.rule(node), self._sharded(node, self.heads)))
 
     @property
+    def text(self) -> str:
+        """What was chosen, in the words of :class:`Context`."""
+        if not self.heads:
+            return "window" if windows_of(self.node) is not None else "gather"
+        return "all-to-all" if self.heads == self.hint.axes else "2d"
+
+    @property
     def _heads(self) -> int:
         return self.nodes[0].operands[0].shape[1]
 
@@ -228,10 +244,16 @@ class _Attention:
         return {factor: each for factor, each in made.items() if each.axes}
 
     def _seconds(self, heads: Sequence[str]) -> float:
-        """The predicted time of the communication of all calls, with these axes on the heads."""
+        """The predicted time of all calls, with these axes on the heads: of their communication, and of their FLOPs on
+        the busiest rank. Of causal rows the last rank sees all keys, and the first one only its own."""
+        rows = self.mesh.extent([axis for axis in self.hint.axes if axis not in heads])
+        causal = argument(self.nodes[0], "causal") and not argument(self.nodes[0], "window")
         total, times, keys = 0.0, self._times(heads), self.nodes[0].operands[1:3]
         for node in self.nodes:
             made = self.cache.strategy(self.cache.rule(node), self._sharded(node, heads))
+            flops = flops_of(node) / self.mesh.extent([axis for _, axes in made.shardings for axis in axes])
+            rate = self.machine.rate(node.operands[0].type.dtype)
+            total += flops * ((1 - 0.5 / rows) if causal else 1) / rate
             for value, need in zip(node.operands, made.operands, strict=True):
                 if value.spec is not None and value.node not in self.nodes:
                     many = times if value in keys else 1
