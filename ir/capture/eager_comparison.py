@@ -2,9 +2,8 @@
 
 Code may do something else while it is traced (``torch.compiler.is_compiling()``, ``isinstance(x, FakeTensor)``), and
 torch's Python decompositions of ops, which are traced, may differ from their kernels. So a model whose weights and
-examples have content is run as it is beside its graph. What differs by more than rounding is compared again in float64
-(of a model in float64: in float32), where rounding is smaller by 2**29 and another function differs as before; then it
-is an error.
+examples have content is run as it is beside its graph. What differs by more than rounding is compared again in float64,
+where rounding is smaller by 2**29 than in float32 and another function differs as before; then it is an error.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ TIGHT, LOOSE = 0.75, 0.5
 """Tolerance: the epsilon of the coarsest dtype to this power (6e-6 in float32), relative to the largest element that
 differs; LOOSE where the model does not run in float64."""
 SHARE = 2.0**-12
-"""Rounding in float64, at most: as a share of what each run alone is rounded by in the coarser dtype."""
+"""Rounding in float64, at most: as a share of that in float32, and in the model's own dtypes."""
 COMPARED = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GRADIENT, OutputKind.BUFFER)
 Draws = Mapping[Value, Call]
 """The values of a graph that are made of shardfx's random numbers, and torch's call that each stands for."""
@@ -117,21 +116,21 @@ class EagerReference:
         self, graph: Graph, drawn: Draws, got: RunOutputs, names: list[str], epsilon: float
     ) -> list[str]:
         """The differing outputs that differ in float64 too, by more than its rounding."""
-        other = torch.float64 if epsilon > torch.finfo(torch.float64).eps else torch.float32
         try:
-            mode = ReproducibleRun(other)
+            mode = ReproducibleRun(torch.float64)
             own = copied(self._program, {})._apply(mode.cast)  # `to` would make complex parameters real
             inputs = [mode.cast(each.detach()).requires_grad_(each.requires_grad) for each in self._given]
-            ours, theirs = self._captured(graph, drawn, mode), self._eager(own, inputs, ReproducibleRun(other))
+            ours, theirs = self._captured(graph, drawn, mode), self._eager(own, inputs, mode)
+            coarse = self._captured(graph, drawn, ReproducibleRun(torch.float32))
         except Exception:  # of code that takes no other precision
             return _differing(names, got, self._expected, epsilon**LOOSE)
-        fine = (ours, theirs) if other is torch.float64 else (got, self._expected)
 
         def is_rounding(name: str) -> bool:
             if not all(name in run for run in (got, self._expected, ours, theirs)):
                 return False
-            rounding = max(_largest(got[name], ours[name]), _largest(self._expected[name], theirs[name]))
-            return _largest(fine[0][name], fine[1][name]) <= SHARE * min(rounding, torch.finfo(torch.float32).max)
+            pairs = (coarse, ours), (got, ours), (self._expected, theirs)
+            rounding = max(_largest(one[name], other[name]) for one, other in pairs)
+            return _largest(ours[name], theirs[name]) <= SHARE * min(rounding, torch.finfo(torch.float32).max)
 
         return [name for name in names if not is_rounding(name)]
 

@@ -104,6 +104,24 @@ def test_models_with_dropout_are_captured_without_notes() -> None:
     assert not any("does not run" in note for note in captured(again).notes)
 
 
+class Keys(nn.Module):
+    """Scores of keys whose bias has no gradient but rounding; in float64, with a norm in float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k = nn.Linear(4, 4, dtype=dtype), nn.Linear(4, 4, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.layer_norm(x.float(), (4,)).to(x.dtype)
+        return (self.q(h) @ self.k(h).mT).softmax(-1) @ h
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_that_are_rounding_alone_are_equal(dtype: torch.dtype) -> None:
+    assert not captured(Keys(dtype), dtype).notes
+
+
 @pytest.mark.long
 def test_capture_leaves_model_gradients_and_generators_unchanged() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
