@@ -24,7 +24,7 @@ import shardfx as sx
 QUERIES, KEYS = 2 * 4096, 2 * 1024
 """Bytes of a row's queries, and of its keys."""
 FORMULAS: dict[str, Callable[[int], float]] = {
-    "gather": lambda ranks: (ranks - 1) * 4 * KEYS,
+    "gather": lambda ranks: (ranks - 1) * 6 * KEYS,
     "all-to-all": lambda ranks: (ranks - 1) / ranks * 4 * (QUERIES + KEYS * max(ranks // 8, 1)),
 }
 """Bytes of one attention, forward and backward, by row of a rank."""

@@ -25,6 +25,7 @@ from shardfx.ir.dim_sharding import REPLICATED, DimSharding, without
 from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
 from shardfx.ir.names import pattern
+from shardfx.ir.ops import comm
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook.arithmetic.attention import windows_of
@@ -32,7 +33,8 @@ from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
 from shardfx.ir.spec import TensorType
 
-from .base import SHARDED, Pass, PassContext
+from .base import COMM_EXPLICIT, SHARDED, Pass, PassContext
+from .memory.recompute import Recomputation
 
 aten = torch.ops.aten
 
@@ -48,12 +50,12 @@ class Context:
 
     Args:
         axis: the mesh axis over which the sequence is sharded; several, major first, as ``"rows heads"``.
-        how: the strategy. ``"gather"``: keys and values of all rows on each rank. ``"all-to-all"``: heads sharded
-            within attention, rows outside; where ranks are more than key heads, each has a copy of one. ``"2d"``:
-            heads over the last of several axes, rows over the others, whose keys are gathered. ``"window"``: rows,
-            and a halo of the keys that they see in a sliding window of at most half the sequence. ``"auto"``:
-            the one of the fewest predicted seconds among those whose memory does not grow with the axis; gather where
-            there is none.
+        how: the strategy. ``"gather"``: keys and values of all rows on each rank, gathered again for the backward.
+            ``"all-to-all"``: heads sharded within attention, rows outside; where ranks are more than key heads, each
+            has a copy of one. ``"2d"``: heads over the last of several axes, rows over the others, whose keys are
+            gathered. ``"window"``: rows, and a halo of the keys that they see in a sliding window of at most half the
+            sequence. ``"auto"``: the one of the fewest predicted seconds among those whose memory does not grow with
+            the axis; gather where there is none.
 
     Example::
 
@@ -126,6 +128,25 @@ class ContextParallel(Pass):
             graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {', '.join(made)}")
         graph.rename()
         return bool(found)
+
+
+@dataclass(frozen=True)
+class RematerializeKeys(Pass):
+    """Gather keys and values again for the backward, so that no layer keeps those of all rows.
+
+    In the attention that a :class:`Context` names.
+    """
+
+    name: ClassVar[str] = "rematerialize-keys"
+    requires: ClassVar[frozenset[str]] = frozenset({COMM_EXPLICIT})
+
+    def run(self, graph: Graph, context: PassContext) -> bool:
+        named = [text for text, each in context.specs.items() if isinstance(each, Context)]
+        calls = (node for node in graph.nodes if node.op is attention and node.phase is Phase.FORWARD)
+        calls = (node for node in calls if any(_is_within(node.where.module, text) for text in named))
+        keys = {value for node in calls for value in node.operands[1:3]}
+        gathered = {value for value in keys if value.node is not None and value.node.op is comm.all_gather}
+        return Recomputation(graph, gathered.__contains__).run()
 
 
 def _is_within(module: str, text: str) -> bool:

@@ -17,7 +17,7 @@ from shardfx.ir.validate import Validator
 
 from .base import Pass, PassContext, PassError, check_requires
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
-from .context_parallel import ContextParallel
+from .context_parallel import ContextParallel, RematerializeKeys
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
@@ -27,7 +27,7 @@ from .unfold_repeats import UnfoldRepeats
 ORDER: tuple[type[Pass], ...] = (
     *(BindHints, Propagate, ContextParallel, Zero, CastPlacement, Reassociate, SumPlacement, Spatial),
     *(DuplicateViews, Partition, UnfoldRepeats, Pipeline, Recompute, RematerializeGathers, RematerializeCasts),
-    *(TableRows, BucketComm, Loops, Order, Offload),
+    *(RematerializeKeys, TableRows, BucketComm, Loops, Order, Offload),
 )
 """The built-in passes, in the order in which they run."""
 BUILT_IN: dict[str, type[Pass]] = {each.name: each for each in ORDER}
@@ -35,7 +35,7 @@ ON_REQUEST = frozenset(
     each.name
     for each in (
         *(ContextParallel, Zero, Pipeline, Recompute, RematerializeGathers, RematerializeCasts, TableRows),
-        Offload,
+        *(RematerializeKeys, Offload),
     )
 )
 """Those of them that are left out where nobody asks for them."""
