@@ -6,6 +6,9 @@
     aten.scaled_dot_product_attention(q, k, v, mask)              mask[.., i, j] is i - w < j <= i
     shardfx.attention(q, k, v, None, True, window=[w - 1, 0])     in order: ..., scale, p, None, 0, [], window
 
+    aten.scaled_dot_product_attention(q, k, v, mask)              ... and docs[b, i] == docs[b, j] and kept[b, j]
+    shardfx.attention(..., q_ids=2 * docs, k_ids=2 * docs + ~kept)
+
     aten.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), ...)
     aten.scaled_dot_product_attention(q, k, v, ..., enable_gqa=True)
 
@@ -14,9 +17,10 @@ Without a dense mask, and with key heads as few as they are, torch's fastest ker
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +30,7 @@ from shardfx.ir.ops.context.window_tiles import seen_pairs
 from shardfx.ir.ops.fused_attention import attention
 from shardfx.ir.ops.traits import positional, with_defaults
 
-from .mask_reader import Affine, MaskReader, Value, mapped, true_where
+from .mask_reader import Affine, Choice, MaskReader, SameToken, Token, Value, mapped, true_where
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -49,7 +53,7 @@ def by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 def in_order(op: Any, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments of one of our attention ops by position, and those that restrict its keys by name."""
-    named = {name: bound[name] for name in ("window",) if bound.get(name)}
+    named = {name: bound[name] for name in ("window", "q_ids", "k_ids") if bound.get(name) not in (None, [])}
     return positional(op, {name: arg for name, arg in bound.items() if name not in named}), named
 
 
@@ -69,10 +73,13 @@ def count_of_seen(op: Any, count: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Seen(NamedTuple):
-    """What a query sees: the keys up to its place, and those of a window; all, where it has neither."""
+    """What a query sees: the keys up to its place, and those of a window; all, where it has neither. Of these, those
+    with its id (a token for queries, one for keys), and with all flags."""
 
     causal: bool = False
     window: tuple[int, ...] = ()
+    ids: tuple[Token, ...] = ()
+    flags: tuple[Token, ...] = ()
 
 
 def simplify_attention(graph: fx.Graph) -> None:
@@ -80,38 +87,100 @@ def simplify_attention(graph: fx.Graph) -> None:
     calls = [node for node in graph.nodes if node.target is ATTENTION]
     if not calls:
         return
-    reader = MaskReader(graph)
+    reader, written = MaskReader(graph), dict[fx.Node, dict[str, Any]]()
     for node in calls:
         bound = with_defaults(ATTENTION, node.args, node.kwargs)
         mask, seen = bound["attn_mask"], None
         if isinstance(mask, fx.Node) and not bound["is_causal"] and mask in reader.values:
-            seen = _seen(reader.values[mask], mask.meta["val"].dtype, bound)
+            seen = _seen(reader.values[mask], mask.meta["val"], bound)
         if seen is not None:
-            bound |= {"attn_mask": None, "is_causal": seen.causal}
+            if mask not in written:
+                written[mask] = _tensors_of(mask, seen, *_lengths(bound))
+            bound |= {"attn_mask": None, "is_causal": seen.causal, **written[mask]}
         if not bound["enable_gqa"]:
             bound |= _grouped(bound)
-        if seen is not None and seen.window:
-            _write(node, bound, seen)
+        if seen is not None and (seen.window or "q_ids" in bound):
+            _write(node, {**bound, "window": [*seen.window]})
             continue
         tensors = tuple(bound[name] for name in ("query", "key", "value"))
         node.args = (*tensors, bound["attn_mask"], bound["dropout_p"], bound["is_causal"])
         node.kwargs = {"scale": bound["scale"], "enable_gqa": bound["enable_gqa"]}
 
 
-def _seen(mask: Value, dtype: torch.dtype, bound: Mapping[str, Any]) -> Seen | None:
-    """What queries see by a mask; None: something that only the mask says."""
-    conditions = true_where(mask if dtype is torch.bool else mapped(mask, partial(_is_seen, torch.finfo(dtype).min)))
-    if conditions is None:
-        return None
-    sides = _sides(conditions)
-    if sides is None:
+def _seen(mask: Value, given: torch.Tensor, bound: Mapping[str, Any]) -> Seen | None:
+    """What queries see by a mask; None: something that only the mask says, or it is one of keys alone."""
+    is_bool = given.dtype is torch.bool
+    conditions = true_where(mask if is_bool else mapped(mask, partial(_is_seen, torch.finfo(given.dtype).min)))
+    sides = None if conditions is None else _sides(each for each in conditions if isinstance(each, Affine))
+    if conditions is None or sides is None:
         return None
     left, right = sides
-    if left is None and right in (None, 0):
-        return Seen(right == 0)
-    rows, keys = (bound[name].meta["val"].shape[-2] for name in ("query", "key"))
+    rows, keys = _lengths(bound)
     window = rows - 1 if left is None else left, keys - 1 if right is None else right
-    return Seen(right == 0, window) if sum(window) >= 0 and _is_plain(bound) else None
+    seen = Seen(right == 0, () if left is None and right in (None, 0) else window)
+    of_data = [each for each in conditions if not isinstance(each, Affine)]
+    some = not of_data and min(window) >= 0 and rows <= keys + window[0]
+    if not some and isinstance(mask, Choice) and -math.inf < min(mask.seen, mask.unseen) < 0:
+        return None  # finite numbers hide no key from a query that sees none
+    if of_data:
+        per_query, per_key = (
+            partial(_is_per_token, shape=(bound["query"].meta["val"].shape[0], size), dim=dim, dims=given.dim())
+            for size, dim in ((rows, -2), (keys, -1))
+        )
+        pairs = [each for each in of_data if isinstance(each, SameToken)]
+        flags = tuple(each for each in of_data if isinstance(each, Token))
+        ids = next(((a, b) for each in pairs for a, b in ((each.a, each.b), (each.b, each.a)) if per_query(a)), ())
+        if len(pairs) > 1 or not all(map(per_key, (*flags, *ids[1:]))) or len(ids) < 2 * len(pairs):
+            return None
+        seen = seen._replace(ids=ids, flags=flags)
+    if seen.flags and seen[:3] == Seen()[:3]:
+        return seen if given.dim() > 1 and given.shape[-2] > 1 and _is_plain(bound) else None
+    return seen if seen == Seen(seen.causal) or (sum(window) >= 0 and _is_plain(bound)) else None
+
+
+def _lengths(bound: Mapping[str, Any]) -> list[int]:
+    """The numbers of queries and of keys of a call."""
+    return [bound[name].meta["val"].shape[-2] for name in ("query", "key")]
+
+
+def _is_per_token(token: Token, shape: Sequence[int], dim: int, dims: int) -> bool:
+    """Whether a token is that of dim ``dim`` of a mask of so many dims, in a tensor ``[b, t]`` or ``[t]``."""
+    along = [tuple(int(d == at % dims) for d in range(dims)) for at in (0, dim)]
+    sizes = token.source.meta["val"].shape
+    found = [(size, each.start, each.steps) for size, each in zip(sizes, token.index, strict=True) if size != 1]
+    expected = [(size, 0, steps) for size, steps in zip(shape, along, strict=True)]
+    return found == expected[1:] or (dims == 4 and found == expected)
+
+
+def _tensors_of(mask: fx.Node, seen: Seen, rows: int, keys: int) -> dict[str, Any]:
+    """The tensors of tokens by which queries see keys, written behind the mask: a mask ``[b, 1, 1, t]`` of keys alone,
+    or ids of queries and of keys, which are odd where a flag is not set."""
+
+    def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        with mask.graph.inserting_before(place):
+            node = mask.graph.call_function(op, args, kwargs)
+        values: Any = fx.map_arg(args, lambda each: each.meta["val"])
+        node.meta = {**mask.meta, "val": op(*values, **kwargs)}
+        return node
+
+    def of_tokens(token: Token, size: int) -> fx.Node:
+        return call(aten.reshape.default, token.source, [token.source.meta["val"].numel() // size, size])
+
+    if not seen.flags and not seen.ids:
+        return {}
+    place = mask.next
+    flags = [of_tokens(each, keys) for each in sorted(seen.flags, key=lambda each: each.source.name)]
+    seen_by_all = reduce(partial(call, aten.logical_and.default), flags) if flags else None
+    if seen_by_all is not None and seen[:3] == Seen()[:3]:
+        return {"attn_mask": call(aten.unsqueeze.default, call(aten.unsqueeze.default, seen_by_all, 1), 1)}
+    ids = [of_tokens(*each) for each in zip(seen.ids, (rows, keys), strict=False)]
+    ids = [call(aten._to_copy.default, each, dtype=torch.int64) for each in ids]
+    if seen_by_all is not None:
+        ids = [call(aten.mul.Scalar, each, 2) for each in ids]
+        hidden = call(aten._to_copy.default, call(aten.logical_not.default, seen_by_all), dtype=torch.int64)
+        zeros = ids or [call(aten.new_zeros.default, hidden, [1, rows])]
+        ids = [zeros[0], call(aten.add.Tensor, ids[1], hidden) if ids else hidden]
+    return {"q_ids": ids[0], "k_ids": ids[1]}
 
 
 def _sides(conditions: Iterable[Affine]) -> tuple[int | None, int | None] | None:
@@ -132,9 +201,9 @@ def _is_plain(bound: Mapping[str, Any]) -> bool:
     return same and k[1] in (1, q[1] if not bound["enable_gqa"] else k[1])
 
 
-def _write(node: fx.Node, bound: Mapping[str, Any], seen: Seen) -> None:
-    """The call as our op, which has an argument for what is seen."""
-    given, named = in_order(attention, {**by_our_names(ATTENTION, (), bound), "window": [*seen.window]})
+def _write(node: fx.Node, bound: Mapping[str, Any]) -> None:
+    """The call as our op, which has arguments for what is seen."""
+    given, named = in_order(attention, by_our_names(ATTENTION, (), bound))
     made = node.meta["val"]
     with node.graph.inserting_before(node):
         call = node.graph.call_function(attention, given, named)

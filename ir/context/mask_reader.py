@@ -7,6 +7,10 @@ An integer is an affine function of its index, and a mask chooses one of two num
     seen & (ids[:, None] == ids[None, :])             the same, where ids are the same number everywhere
     (columns - rows).abs() <= w                       index[1] - index[0] - w <= 0, index[0] - index[1] - w <= 0
 
+Of data it knows where each element comes from: ids are equal at two places, or a flag is set at one::
+
+    seen & (docs[:, :, None] == docs[:, None, :]) & kept[:, None, :]         of tensors [b, t] with content
+
 What is not such a function is None. Conditions that hold for every index of a shape are left out by range analysis, so
 the time does not depend on the length of a sequence.
 """
@@ -54,10 +58,38 @@ class Affine:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """``seen`` where each of the ``conditions`` is at most 0, and ``unseen`` elsewhere."""
+class Token:
+    """The element of an integer or boolean tensor of the graph at ``index``, a number for each of its dims; as a
+    condition, that it is true."""
 
-    conditions: frozenset[Affine]
+    source: fx.Node
+    index: tuple[Affine, ...]
+
+    def moved(self, move: Callable[[Affine], Affine]) -> Token:
+        """The element at another index."""
+        return Token(self.source, tuple(map(move, self.index)))
+
+
+@dataclass(frozen=True)
+class SameToken:
+    """The condition that two elements are equal."""
+
+    a: Token
+    b: Token
+
+    def moved(self, move: Callable[[Affine], Affine]) -> SameToken:
+        """Those at another index."""
+        return SameToken(self.a.moved(move), self.b.moved(move))
+
+
+Condition = Affine | Token | SameToken
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``seen`` where each of the ``conditions`` holds (a number: that it is at most 0), and ``unseen`` elsewhere."""
+
+    conditions: frozenset[Condition]
     seen: Any = True
     unseen: Any = False
 
@@ -69,7 +101,7 @@ class Magnitude:
     of: Affine
 
 
-Value = Affine | Choice | Magnitude
+Value = Affine | Choice | Magnitude | Token
 
 
 def constant(number: Any, shape: Shape) -> Affine:
@@ -79,17 +111,19 @@ def constant(number: Any, shape: Shape) -> Affine:
 
 def simplified(value: Value, shape: Shape) -> Value:
     """A value without what its shape decides: steps along dims of one element, conditions that always hold."""
-    if isinstance(value, Affine):
-        steps = (0,) * (len(shape) - len(value.steps)) + value.steps
-        return Affine(value.start, tuple(0 if size == 1 else step for step, size in zip(steps, shape, strict=True)))
-    if isinstance(value, Magnitude):
-        of = simplified(value.of, shape)
-        return Magnitude(of) if isinstance(of, Affine) else of
-    found = [simplified(each, shape) for each in value.conditions]
+
+    def within(number: Affine) -> Affine:
+        steps = (0,) * (len(shape) - len(number.steps)) + number.steps
+        return Affine(number.start, tuple(0 if size == 1 else step for step, size in zip(steps, shape, strict=True)))
+
+    if not isinstance(value, Choice):
+        return _moved(value, within)
+    found = [_condition_moved(each, within) for each in value.conditions]
     bounds = {each: each.bounds(shape) for each in found if isinstance(each, Affine)}
     if any(least > 0 for least, _ in bounds.values()):
         return constant(value.unseen, shape)
-    left = frozenset(each for each, (_, greatest) in bounds.items() if greatest > 0)
+    left = frozenset[Condition](each for each, (_, greatest) in bounds.items() if greatest > 0)
+    left |= {each for each in found if isinstance(each, Token) or (isinstance(each, SameToken) and each.a != each.b)}
     return Choice(left, value.seen, value.unseen) if left else constant(value.seen, shape)
 
 
@@ -98,14 +132,16 @@ def mapped(value: Value, function: Callable[[Any], Any]) -> Value | None:
     if isinstance(value, Affine):
         made = function(value.start) if value.is_constant else None
         return None if made is None else Affine(made, value.steps)
-    if isinstance(value, Magnitude):
+    if not isinstance(value, Choice):
         return None
     seen, unseen = function(value.seen), function(value.unseen)
     return None if seen is None or unseen is None else Choice(value.conditions, seen, unseen)
 
 
-def true_where(value: Value | None) -> frozenset[Affine] | None:
+def true_where(value: Value | None) -> frozenset[Condition] | None:
     """The conditions under which a value is true; None where it is no conjunction."""
+    if isinstance(value, Token):
+        return frozenset([value]) if value.source.meta["val"].dtype is torch.bool else None
     if value is None or isinstance(value, Magnitude) or (isinstance(value, Affine) and not value.is_constant):
         return None
     if isinstance(value, Affine):
@@ -117,6 +153,8 @@ def true_where(value: Value | None) -> frozenset[Affine] | None:
     if len(value.conditions) != 1:
         return None
     (condition,) = value.conditions
+    if not isinstance(condition, Affine):
+        return None
     return frozenset([Affine(1, (0,) * len(condition.steps)).plus(condition, -1)])
 
 
@@ -159,6 +197,9 @@ def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]
             b = b.start
         if isinstance(a, Choice) and isinstance(b, (bool, int, float)):
             return mapped(a, lambda number: compare(number, b))
+        if isinstance(a, Token) and isinstance(b, Token) and compare in (operator.eq, operator.ne):
+            equal = compare is operator.eq
+            return Choice(frozenset([SameToken(a, b)]), equal, not equal)
         b = constant(b, ()) if isinstance(b, (int, float)) else b
         if isinstance(a, Magnitude) and isinstance(b, Affine):
             return _compare_magnitude(compare, a.of, b)
@@ -194,7 +235,7 @@ def _compare_magnitude(compare: Callable[[Any, Any], bool], a: Affine, b: Affine
 
 
 def _and(shape: Shape, a: Value, b: Value) -> Value | None:
-    found = [true_where(each) if isinstance(each, (Affine, Choice)) else None for each in (a, b)]
+    found = [true_where(each) if isinstance(each, (Affine, Choice, Token)) else None for each in (a, b)]
     return None if found[0] is None or found[1] is None else Choice(found[0] | found[1])
 
 
@@ -203,10 +244,12 @@ def _not(shape: Shape, a: Value) -> Value | None:
 
 
 def _where(shape: Shape, condition: Value, a: Any, b: Any) -> Value | None:
+    if isinstance(condition, Choice) and condition.unseen and not condition.seen:
+        condition, a, b = Choice(condition.conditions), b, a
     conditions = true_where(condition)
     if isinstance(condition, Affine) and condition.is_constant:
         chosen = a if condition.start else b
-        return chosen if isinstance(chosen, (Affine, Choice)) else constant(chosen, shape)
+        return chosen if isinstance(chosen, (Affine, Choice, Token)) else constant(chosen, shape)
     numbers = [each.start if isinstance(each, Affine) and each.is_constant else each for each in (a, b)]
     if conditions is None or not all(isinstance(each, (bool, int, float)) for each in numbers):
         return None
@@ -235,7 +278,7 @@ def _cast(shape: Shape, x: Value, *to: Any, dtype: torch.dtype | None = None, **
     dtype = next((each for each in to if isinstance(each, torch.dtype)), dtype)
     kind = bool if dtype is torch.bool else float if dtype is not None and dtype.is_floating_point else None
     if kind is None:
-        return x if dtype in EXACT else None
+        return x if dtype in EXACT and not isinstance(x, Token) else None
     return mapped(x, kind)
 
 
@@ -266,6 +309,10 @@ def _joined(parts: Sequence[tuple[Value, Shape]], dim: int) -> Value | None:
 
 def _looked_up(x: Value, places: Sequence[Value | None]) -> Value | None:
     """``x[places]``, one for each dim."""
+    if isinstance(x, Token):
+        index = [_looked_up(each, places) for each in x.index]
+        found_at = tuple(each for each in index if isinstance(each, Affine))
+        return Token(x.source, found_at) if len(found_at) == len(index) else None
     if not isinstance(x, Affine) or len(places) != len(x.steps):
         return None
     found = constant(x.start, ())
@@ -319,7 +366,14 @@ def _moved(value: Value, move: Callable[[Affine], Affine]) -> Value:
         return move(value)
     if isinstance(value, Magnitude):
         return Magnitude(move(value.of))
-    return Choice(frozenset(map(move, value.conditions)), value.seen, value.unseen)
+    if isinstance(value, Token):
+        return value.moved(move)
+    conditions = frozenset(_condition_moved(each, move) for each in value.conditions)
+    return Choice(conditions, value.seen, value.unseen)
+
+
+def _condition_moved(condition: Condition, move: Callable[[Affine], Affine]) -> Condition:
+    return move(condition) if isinstance(condition, Affine) else condition.moved(move)
 
 
 def _with_dims(shape: Shape, given: Shape) -> Callable[[Affine], Affine] | None:
@@ -376,8 +430,9 @@ class MaskReader:
         self.values: dict[fx.Node, Value] = {}
         written = _written(graph)
         for node in graph.nodes:
-            if node.op == "call_function" and node not in written and (shape := _shape(node)) is not None:
-                found = self._read(node, shape)
+            if node not in written and (shape := _shape(node)) is not None:
+                found = self._read(node, shape) if node.op == "call_function" else None
+                found = _token(node, shape) if found is None else found
                 if found is not None:
                     self.values[node] = simplified(found, shape)
 
@@ -418,6 +473,14 @@ class MaskReader:
             return None
         whole = _joined(parts, dim)
         return constant(whole.steps[dim], shape) if isinstance(whole, Affine) else None
+
+
+def _token(node: fx.Node, shape: Shape) -> Token | None:
+    """The elements of a tensor that is not read further, if they are exact and per token: of two dims at most."""
+    exact = node.meta["val"].dtype in (torch.bool, *EXACT)
+    if not exact or sum(size != 1 for size in shape) > 2:
+        return None
+    return Token(node, tuple(Affine(0, tuple(int(d == dim) for d in range(len(shape)))) for dim in range(len(shape))))
 
 
 def _written(graph: fx.Graph) -> set[fx.Node]:

@@ -44,7 +44,7 @@ def _flash_takes(share: NodeShard) -> bool:
 
 
 def _flash(share: NodeShard, values: Mapping[str, Any]) -> Call | None:
-    if not _flash_takes(share) or values["box"] or values["window"]:
+    if not _flash_takes(share) or any(values[name] for name in ("box", "window")) or values["q_ids"] is not None:
         return None
     backward = share.node.op is attention_backward
     names = ("grad", "q", "k", "v", "out", "logsumexp") if backward else ("q", "k", "v")

@@ -19,7 +19,8 @@ from shardfx.ir.cost.flops import FLOPS
 from shardfx.ir.graph import Graph, Node, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.context import window_tiles
-from shardfx.ir.ops.fused_attention import attention, attention_backward, drawn, forward_by_hand
+from shardfx.ir.ops.context.plain_attention import drawn, forward_by_hand
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.lower import lower
 from shardfx.ir.rulebook import default_rules
@@ -114,6 +115,43 @@ def test_window_with_dropout_is_its_dense_mask(monkeypatch: pytest.MonkeyPatch) 
         grads = (torch.autograd.grad(out, (q, k, v), grad) for out in (ours, theirs))
         for a, b in zip((ours, *next(grads)), (theirs, *next(grads)), strict=True):
             assert torch.allclose(a, b, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("causal", "window"), [(True, []), (False, []), (True, [3, 0]), (False, [2, 4])])
+@pytest.mark.parametrize(("s", "t", "heads", "batch"), [(13, 13, 2, 2), (13, 9, 4, 1), (9, 13, 1, 2)])
+def test_keys_with_the_id_of_a_query_are_its_dense_mask(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    s: int,
+    t: int,
+    heads: int,
+    batch: int,
+    causal: bool,
+    window: list[int],
+) -> None:
+    """Forward, logsumexp and all gradients, with dropout and without; ids are of each sample, or of all."""
+    monkeypatch.setattr(window_tiles, "SMALLEST", 4)
+    torch.manual_seed(0)
+    shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, 5)
+    q, k, v = (torch.randn(shape, dtype=torch.float64, device=device, requires_grad=True) for shape in shapes)
+    q_ids, k_ids = (torch.randint(0, 3, (batch, n), device=device) for n in (s, t))
+    seen = in_window(s, t, causal, window or [99, 99]).to(device) & (q_ids[:, None, :, None] == k_ids[:, None, None])
+    for p in (0.0, 0.25):
+        draw = p, torch.tensor(5, device=device) if p else None, 3
+        ours = attention(q, k, v, None, causal, None, *draw, [], window, q_ids, k_ids)
+        theirs = attention(q, k, v, seen.expand(2, -1, -1, -1), False, None, *draw)
+        grad = torch.randn_like(ours[0])
+        grads = (torch.autograd.grad(out[0], (q, k, v), grad) for out in (ours, theirs))
+        for a, b in zip((*ours, *next(grads)), (*theirs, *next(grads)), strict=True):
+            assert torch.allclose(a, b, atol=1e-12, rtol=0)
+
+
+def test_a_mask_and_a_window_or_ids_exclude_one_another() -> None:
+    q, ids = torch.randn(1, 1, 4, 8), torch.zeros(1, 4, dtype=torch.int64)
+    for named in ({"window": [1, 0]}, {"q_ids": ids, "k_ids": ids}):
+        with pytest.raises(ValueError, match="a mask, or a window and ids"):
+            attention(q, q, q, torch.ones(4, 4, dtype=torch.bool), **named)
 
 
 @pytest.mark.parametrize(("left", "right"), [(3, 0), (2, 4), (0, 0)])

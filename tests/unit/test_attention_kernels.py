@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardfx.ir.ops import fused_attention
-from shardfx.ir.ops.fused_attention import attention, attention_backward, backward_by_hand, forward_by_hand
+from shardfx.ir.ops.context import attention_kernels
+from shardfx.ir.ops.context.plain_attention import backward_by_hand, forward_by_hand
+from shardfx.ir.ops.fused_attention import attention, attention_backward
 from tests.on_gpu import without_synchronisation
 
 aten = torch.ops.aten
@@ -131,11 +132,11 @@ def test_meta_functions_say_the_strides_that_kernels_give(
             options = {"dtype": dtype, "device": device}
             q, k, v = layout(2, 4, 128, 16, **options), *(layout(2, heads, 128, 16, **options) for _ in "kv")
             mask = torch.randn(2, 1, 128, 128, **options) if masked else None
-            q, k, v = fused_attention._dense(q, k, v)
+            q, k, v = attention_kernels.dense_rows(q, k, v)
             given = q.transpose(1, 2).contiguous().transpose(1, 2)  # as a projection gives it
             with Copies() as copies:
-                out = fused_attention._forward_by(kernel, q, k, v, mask, causal, None, None, 0.0)
-                grads = fused_attention._backward_by(kernel, given, (q, k, v), *out, mask, causal, None, False)
+                out = attention_kernels.forward_by(kernel, q, k, v, mask, causal, None, None, 0.0)
+                grads = attention_kernels.backward_by(kernel, given, (q, k, v), *out, mask, causal, None, False)
             said = attention(q, k, v, mask, causal)
             said_grads = attention_backward(given, q, k, v, *said, mask, causal)
             assert strides((*out, *grads)) == strides((*said, *said_grads))
@@ -197,9 +198,9 @@ def test_each_kernel_on_cuda_is_right(kernel: str, call: str) -> None:
         if kind:
             mask = torch.rand(2, 1, s, t, device="cuda") > 0.3
             mask[0, 0, 1] = False  # a query that sees no key
-            mask = mask if kind == "bool" else fused_attention.bias_of(mask, dtype)
+            mask = mask if kind == "bool" else attention_kernels.bias_of(mask, dtype)
         with sdpa_kernel(KERNELS[kernel]):
-            chosen = fused_attention._kernel(*fused_attention._dense(q, k, v), mask, causal, 0.0)
+            chosen = attention_kernels.kernel_for(*attention_kernels.dense_rows(q, k, v), mask, causal, 0.0)
             assert chosen == kernel or (kernel == "cudnn" and heads == 1)  # which not every torch gives it
             with without_synchronisation():
                 out, rows = attention(q, k, v, mask, causal)
@@ -218,6 +219,7 @@ def test_on_cuda_the_kernel_is_torchs_choice(dtype: torch.dtype) -> None:
     """cuDNN on Hopper, where all tiles are whole; flash where not."""
     q = rows_first(1, 4, 256, 64, dtype=dtype, device="cuda")
     chosen = {SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash"}
-    assert fused_attention._kernel(q, q, q, None, True, 0.0) == chosen[torch._fused_sdp_choice(q, q, q, is_causal=True)]
+    choice = chosen[torch._fused_sdp_choice(q, q, q, is_causal=True)]
+    assert attention_kernels.kernel_for(q, q, q, None, True, 0.0) == choice
     part = q[:, :, :100]
-    assert fused_attention._kernel(part, part, part, None, True, 0.0) == "flash"
+    assert attention_kernels.kernel_for(part, part, part, None, True, 0.0) == "flash"

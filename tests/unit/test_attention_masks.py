@@ -63,16 +63,21 @@ MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "a window of all but one": (lambda: window(T - 1), "causal 4 0"),
     "itself alone": (lambda: window(1), "causal 0 0"),
     "a window by lowest numbers": (lambda: torch.where(window(3), 0.0, LOWEST).to(F64), "causal 2 0"),
+    "a window, filled": (lambda: torch.zeros(T, T, dtype=F64).masked_fill(~window(3), -torch.inf), "causal 2 0"),
     "a window to both sides": (lambda: distance().abs() <= 2, "full 2 2"),
     "a window, negated": (lambda: ~(distance().abs() >= 3), "full 2 2"),
     "a band": (lambda: torch.ones(T, T, dtype=torch.bool).triu(-1).tril(2), "full 1 2"),
     "two windows": (lambda: window(4) & window(2), "causal 1 0"),
     "outside a window": (lambda: distance().abs() > 2, "dense"),
     "a window by head": (lambda: by_head(), "dense"),
-    "two documents": (lambda: packed([2, T - 2]), "dense"),
+    "two documents": (lambda: packed([2, T - 2]), "causal ids"),
     "strictly before, and itself by or": (lambda: causal().logical_or(causal().mT), "dense"),
     "from itself on": (lambda: causal().transpose(0, 1), "full 0 5"),
     "one more": (lambda: torch.ones(T, T, dtype=torch.bool).tril(1), "full 5 1"),
+    "strictly before, by lowest numbers": (
+        lambda: torch.zeros(T, T, dtype=F64).masked_fill(distance() >= 0, LOWEST),
+        "dense",
+    ),
     "strictly before": (lambda: torch.ones(T, T, dtype=torch.bool).tril(-1), "full 5 -1"),
     "finite numbers above": (lambda: torch.full((T, T), -1.0, dtype=F64).triu(1), "dense"),
     "numbers below": (lambda: torch.full((T, T), -torch.inf, dtype=F64).tril(-1), "full 0 5"),
@@ -109,13 +114,99 @@ def captured(mask: Callable[[], Tensor], repeat: Callable[[Tensor], Tensor]) -> 
     (node,) = (node for node in graph.nodes if str(node.op) == "shardfx.attention.default")
     given, is_causal = (*node.args[3:5], None, False)[:2]
     kind = "dense" if given is not None else "causal" if is_causal else "full"
-    return " ".join([kind, *map(str, node.kwargs.get("window", ()))]), node.operands[1].shape[1]
+    kind = " ".join([kind, *map(str, node.kwargs.get("window", ()))])
+    return kind + " ids" * ("q_ids" in node.kwargs), node.operands[1].shape[1]
 
 
 @pytest.mark.parametrize("name", MASKS)
 def test_masks(name: str) -> None:
     mask, expected = MASKS[name]
     assert captured(mask, interleaved) == (expected, 2)
+
+
+OfData = Callable[[Tensor, Tensor], Tensor]
+
+
+def same(docs: Tensor) -> Tensor:
+    return docs[:, None, :, None] == docs[:, None, None]
+
+
+def looked_up(docs: Tensor) -> Tensor:
+    """As transformers' index functions are evaluated."""
+    rows, columns = rows_and_columns()
+    batch = torch.arange(2)[:, None, None, None]
+    return docs[batch, rows] == docs[batch, columns]
+
+
+OF_DATA: dict[str, tuple[OfData, str]] = {
+    "documents": (lambda docs, kept: causal() & same(docs), "causal ids"),
+    "documents, looked up": (lambda docs, kept: looked_up(docs) & causal(), "causal ids"),
+    "documents, not causal": (lambda docs, kept: same(docs), "full ids"),
+    "documents, negated": (
+        lambda docs, kept: ~(docs[:, None, None] != docs[:, None, :, None]) & causal(),
+        "causal ids",
+    ),
+    "documents in a window": (lambda docs, kept: window(3) & same(docs), "causal 2 0 ids"),
+    "documents and padding": (lambda docs, kept: causal() & same(docs) & kept[:, None, None], "causal ids"),
+    "two flags": (lambda docs, kept: kept[:, None, None] & causal() & (docs != 1)[:, None, None], "causal ids"),
+    "padding": (lambda docs, kept: causal() & kept[:, None, None], "causal ids"),
+    "padding by numbers": (
+        lambda docs, kept: torch.zeros(2, 1, T, T, dtype=F64).masked_fill(
+            ~(causal() & (docs != 0)[:, None, None]), -torch.inf
+        ),
+        "causal ids",
+    ),
+    "padding by lowest numbers": (
+        lambda docs, kept: torch.zeros(2, 1, T, T, dtype=F64).masked_fill(
+            ~(causal() & (docs != 0)[:, None, None]), LOWEST
+        ),
+        "dense [2, 1, 6, 6]",  # a query that sees no key has the mean of all
+    ),
+    "keys of two documents": (
+        lambda docs, kept: causal() & (docs[:, None, None] == docs.flip(1)[:, None, :, None]),
+        "causal ids",
+    ),
+    "padding of keys alone": (lambda docs, kept: kept[:, None, None], "dense [2, 1, 1, 6]"),
+    "padding of keys alone, expanded": (
+        lambda docs, kept: kept[:, None, None] & torch.ones(T, 1, dtype=torch.bool),
+        "dense [2, 1, 1, 6]",
+    ),
+    "queries that are padded": (lambda docs, kept: causal() & kept[:, None, :, None], "dense [2, 1, 6, 6]"),
+    "part of a longer tensor": (lambda docs, kept: causal() & same(docs.repeat(1, 2)[:, :T]), "dense [2, 1, 6, 6]"),
+    "documents up to": (lambda docs, kept: docs[:, None, None] <= docs[:, None, :, None], "dense [2, 1, 6, 6]"),
+    "other documents": (lambda docs, kept: docs[:, None, None] != docs[:, None, :, None], "dense [2, 1, 6, 6]"),
+    "documents or causal": (lambda docs, kept: causal() | same(docs), "dense [2, 1, 6, 6]"),
+    "documents of another sample": (lambda docs, kept: causal() & same(docs)[:1], "dense [1, 1, 6, 6]"),
+}
+
+
+class OfTokens(nn.Module):
+    """Attention by a mask of ids and flags of tokens."""
+
+    def __init__(self, mask: OfData) -> None:
+        super().__init__()
+        self.qkv, self.mask = nn.Linear(8, 16, dtype=F64), mask
+
+    def forward(self, x: Tensor, docs: Tensor, kept: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in self.qkv(x).split([8, 4, 4], -1))
+        return F.scaled_dot_product_attention(q, k, v, self.mask(docs, kept), enable_gqa=True)
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+def test_masks_of_data(name: str) -> None:
+    torch.manual_seed(0)
+    mask, expected = OF_DATA[name]
+    docs, kept = torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]]), torch.ones(2, T, dtype=torch.bool)
+    kept[0, 0] = kept[1, 4:] = False
+    args, model = (torch.randn(2, T, 8, dtype=F64), docs, kept), OfTokens(mask)
+    pm = sx.parallelize(model, sx.Mesh(dp=1), sx.Hints(args=args, loss=squares), virtual=True)
+    (node,) = (node for node in pm.captured.nodes if str(node.op) == "shardfx.attention.default")
+    given, is_causal = (*node.args[3:5], None, False)[:2]
+    kind = f"dense {[*given.shape]}" if given is not None else "causal" if is_causal else "full"
+    assert " ".join([kind, *map(str, node.kwargs.get("window", ()))]) + " ids" * ("q_ids" in node.kwargs) == expected
+    check_step(pm, model, squares, args, bound=1e-12)
+    other = (args[0], docs.flip(0), kept.flip(0))
+    torch.testing.assert_close(pm(*other), squares(model(*other)), rtol=1e-12, atol=1e-12)
 
 
 def by_groups(x: Tensor) -> Tensor:

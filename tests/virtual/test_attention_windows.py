@@ -219,3 +219,55 @@ def test_decoder_with_windows_matches_single_device(
     assert [" ".join(map(str, node.kwargs.get("window", ()))) for node in attends] == OF_DECODERS[name]
     assert all(node.args[3:4] in ((), (None,)) for node in attends)
     assert largest(pm.captured, length) == largest(pm.planned, length) == 0
+
+
+class Packed(Windowed):
+    """Causal self-attention to the tokens of a query's own document that are kept."""
+
+    def forward(self, x: Tensor, docs: Tensor, kept: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        rows, columns = torch.arange(x.shape[1])[:, None], torch.arange(x.shape[1])
+        mask = (columns <= rows) & (docs[:, None, :, None] == docs[:, None, None]) & kept[:, None, None]
+        mask = mask & (columns >= rows - self.left)
+        out = F.scaled_dot_product_attention(q, k, v, mask, self.p, enable_gqa=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+TOKENS = {f"args.{i}": "-, cp" for i in (1, 2)}
+
+
+@pytest.mark.parametrize("left", [3, 99])
+@pytest.mark.parametrize(
+    ("mesh", "length", "specs"),
+    [
+        (sx.Mesh(dp=2), 11, {"args.0": "dp, -, -", "args.1": "dp, -", "args.2": "dp, -"}),
+        (sx.Mesh(tp=2), 11, WEIGHTS),
+        (sx.Mesh(cp=2), 16, {**SEQUENCE, **TOKENS}),
+        (sx.Mesh(cp=3), 13, {**SEQUENCE, **TOKENS}),
+    ],
+    ids=str,
+)
+def test_packed_documents_match_single_device(mesh: sx.Mesh, length: int, specs: dict[str, str], left: int) -> None:
+    torch.manual_seed(0)
+    model, x = Packed(left, 0), torch.randn(2, length, DIM, dtype=F64)
+    docs, kept = torch.randint(0, 3, (2, length)).sort(1).values, torch.rand(2, length) > 0.2
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x, docs, kept), loss=squares, specs=specs), virtual=True)
+    check_step(pm, model, squares, (x, docs, kept), bound=1e-12)
+    assert largest(pm.captured, length) == largest(pm.planned, length) == 0
+    torch.testing.assert_close(pm(x, docs.flip(0), kept.flip(0)), squares(model(x, docs.flip(0), kept.flip(0))))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["mistral", "gemma3"])
+@pytest.mark.parametrize(
+    ("mesh", "length", "specs"), [(sx.Mesh(tp=2), 11, PROJECTIONS), (sx.Mesh(cp=3), 13, {"args.*": "-, cp"})], ids=str
+)
+def test_decoder_with_padding_matches_single_device(
+    name: str, mesh: sx.Mesh, length: int, specs: dict[str, str]
+) -> None:
+    model, ids, kept = decoder(name), torch.randint(1, 48, (2, length)), torch.ones(2, length, dtype=torch.int64)
+    kept[0, :3] = kept[1, -2:] = 0
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(ids, kept), loss=logits, specs=specs), virtual=True)
+    check_step(pm, model, logits, (ids, kept), bound=1e-12)
+    assert all("q_ids" in node.kwargs for node in pm.captured.nodes if str(node.op) == "shardfx.attention.default")
+    assert largest(pm.captured, length) == largest(pm.planned, length) == 0

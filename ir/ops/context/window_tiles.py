@@ -1,4 +1,5 @@
-"""Attention of queries that see the keys of a window, by tiles of query rows: no tensor has rows times keys elements.
+"""Attention of queries that see the keys of a window, or with the same id, by tiles of query rows: no tensor has rows
+times keys elements.
 
     query i sees keys i - left to i + right             rows a to b - 1: keys a - left to b - 1 + right
 
@@ -18,12 +19,14 @@ from ..computing.library import Ints
 from .causal_rows import box_places
 from .plain_attention import wide
 
-SMALLEST, LARGEST = 128, 1024
-"""Numbers of rows of a tile; between them it is a quarter of the window."""
+SMALLEST, LARGEST, PAIRS = 128, 1024, 2**22
+"""Numbers of rows of a tile: a quarter of the keys that a row sees, between these, and of no more pairs than this."""
+EVERY = 2**40
+"""More keys than there are."""
 
 
 class QueryTile(NamedTuple):
-    """Query rows, the keys that they see, the mask ``[rows, keys]`` of these, and the box of both."""
+    """Query rows, the keys that they see, the mask ``[.. rows, keys]`` of these, and the box of both."""
 
     rows: slice
     keys: slice
@@ -40,34 +43,36 @@ Backward = Callable[[QueryTile, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 def reach(causal: bool, window: Ints) -> tuple[int, int]:
     """How many keys before and behind its own place a query sees."""
-    left, right = window
+    left, right = window or (EVERY, EVERY)
     return left, min(right, 0) if causal else right
 
 
 def tiles(
-    q: Tensor, k: Tensor, causal: bool, window: Ints, box: Ints, mask: Tensor | None, own: Ints = ()
+    q: Tensor, k: Tensor, causal: bool, box: Ints, window: Ints, ids: Sequence[Tensor | None], own: Ints = ()
 ) -> Iterator[QueryTile]:
     """The tiles of queries ``[b h s e]`` and keys ``[b g t e]`` at ``box``; one, where rows or keys are no contiguous
-    range."""
-    if mask is not None:
-        raise ValueError("attention takes a window or a mask, and not both")
+    range. ``ids`` are of queries ``[b s]`` and of keys ``[b t]``."""
     (left, right), (rows, keys) = reach(causal, window), (q.shape[2], k.shape[2])
     places = [*box_places((*q.shape[:3], keys), box, q.device)]
     ranges = _ranges((*q.shape[:3], keys), box)
     plain = all(len(each) == 3 for each in ranges[2:])
-    size = min(max((left + right) // 4, SMALLEST), LARGEST) if plain else max(rows, 1)
+    span = min(max(left + right, 1), max(keys, 1))
+    size = max(min(span // 4, LARGEST, PAIRS // span), SMALLEST) if plain else max(rows, 1)
     apart = ranges[2][1] - ranges[3][1]  # the local key at the place of the first local row
     for begin, end, keys_from, keys_to in _segments(ranges, rows, keys, own):
         for start in range(begin, end, size):
             stop = min(start + size, end)
             first = min(max(start + apart - left, keys_from), keys_to) if plain else 0
             last = max(min(stop + apart + right, keys_to), first) if plain else keys
-            seen = places[3][first:last] - places[2][start:stop, None]
+            apart_by = places[3][first:last] - places[2][start:stop, None]
+            seen = (apart_by >= -left) & (apart_by <= right)
+            if ids[0] is not None and ids[1] is not None:
+                seen = seen & (ids[0][:, None, start:stop, None] == ids[1][:, None, None, first:last])
             part = [[*each] for each in ranges]
             if plain:
                 part[2][1:], part[3][1:] = [part[2][1] + start, stop - start], [part[3][1] + first, last - first]
             numbers = [number for each in part for number in (len(each) // 3, *each)]
-            yield QueryTile(slice(start, stop), slice(first, last), (seen >= -left) & (seen <= right), numbers)
+            yield QueryTile(slice(start, stop), slice(first, last), seen, numbers)
 
 
 def _segments(ranges: Sequence[Sequence[int]], rows: int, keys: int, own: Ints) -> list[tuple[int, int, int, int]]:

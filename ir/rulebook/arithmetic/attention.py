@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 def forward(node: Node) -> Template | ShardingRule:
     """The forward: keys are replicated, or those that the rows see; queries may be sharded."""
-    form, seen = template(_words(node, "Q, b h t! e!, b h t! v!, M, -> O, L"), "2>0"), windows_of(node)
+    form, seen = template(_words(node, "Q, b h t! e!, b h t! v!, M, , I -> O, L"), "2>0"), windows_of(node)
     return form if seen is None else seeing(form(node), {"t": ("s", seen[0])})
 
 
@@ -39,11 +39,13 @@ def backward(node: Node) -> Template | ShardingRule:
     """The backward: linear in the gradient, and in values and result together; the gradients of keys and values (and of
     a broadcast mask) are sums over the queries, or, in a window, over those that see the keys."""
     seen, linear = windows_of(node), "0|3&4>0&1&3"
-    operands, results = _words(node, "O, Q, b h t!causal e!, b h t v!, O, L, M, -> Q, b h t e, b h t v, M").split("->")
+    form = "O, Q, b h t!causal e!, b h t v!, O, L, M, , I -> Q, b h t e, b h t v, M"
+    operands, results = _words(node, form).split("->")
     if seen is None:
         return template(f"{operands}->{results}", linear)
-    form = template(f"{operands.replace(') s', ') u!')}->{results.replace('h t', 'h s')}", linear)
-    return seeing(form(node), {"t": ("s", seen[0]), "u": ("s", seen[1])})
+    rows = operands.replace(") s", ") u!").replace("b s", "b u!")
+    made = template(f"{rows}->{results.replace('h t', 'h s')}", linear)
+    return seeing(made(node), {"t": ("s", seen[0]), "u": ("s", seen[1])})
 
 
 def windows_of(node: Node) -> tuple[Window, Window] | None:
@@ -62,10 +64,11 @@ def _words(node: Node, form: str) -> str:
     are not."""
     heads, own = "(h r)" if draw_slot(node) is None else "(h r!)", "" if has_argument(node.op, "box") else "!is_causal"
     tensors = {"Q": f"b {heads} s{own} e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
+    tensors["I"] = "b s, b t"
     for letter, dims in tensors.items():
         form = form.replace(letter, dims)
     if not has_argument(node.op, "seed"):
-        form = form.replace(", ->", " ->").replace("!causal", "!is_causal")
+        form = form.replace(", , b s, b t ->", " ->").replace("!causal", "!is_causal")
     if argument(node, "window"):
         form = form.replace("!causal", "!")
     return form
