@@ -104,6 +104,8 @@ def explain(
         )
     if FOREIGN in text:
         return _foreign(where, model)
+    if isinstance(alone, Error):
+        return alone
     if alone is not None:
         return Error(
             "the model raises on its example, on one device as well",

@@ -200,8 +200,8 @@ def _check(name: str, was: Tensor, now: Tensor | None, is_parameter: bool) -> No
         where=name,
         expected=f"a tensor as it was, {wanted}, without a gradient",
         got="None, or no such buffer" if now is None else got,
-        remedy="detach() what becomes a buffer; register it in the shape that it takes; what only this call needs is "
-        "no buffer",
+        remedy="detach() what becomes a buffer; register it in the shape that it takes, or call the model once before; "
+        "what only this call needs is no buffer",
     )
 
 
