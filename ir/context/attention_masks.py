@@ -92,7 +92,7 @@ def simplify_attention(graph: fx.Graph) -> None:
         bound = with_defaults(ATTENTION, node.args, node.kwargs)
         mask, seen = bound["attn_mask"], None
         if isinstance(mask, fx.Node) and not bound["is_causal"] and mask in reader.values:
-            seen = _seen(reader.values[mask], mask.meta["val"], bound)
+            seen = _seen(reader, reader.values[mask], mask.meta["val"], bound)
         if seen is not None:
             if mask not in written:
                 written[mask] = _tensors_of(mask, seen, *_lengths(bound))
@@ -107,10 +107,11 @@ def simplify_attention(graph: fx.Graph) -> None:
         node.kwargs = {"scale": bound["scale"], "enable_gqa": bound["enable_gqa"]}
 
 
-def _seen(mask: Value, given: torch.Tensor, bound: Mapping[str, Any]) -> Seen | None:
+def _seen(reader: MaskReader, mask: Value, given: torch.Tensor, bound: Mapping[str, Any]) -> Seen | None:
     """What queries see by a mask; None: something that only the mask says, or it is one of keys alone."""
     is_bool = given.dtype is torch.bool
     conditions = true_where(mask if is_bool else mapped(mask, partial(_is_seen, torch.finfo(given.dtype).min)))
+    conditions = None if conditions is None else reader.in_order(conditions)
     sides = None if conditions is None else _sides(each for each in conditions if isinstance(each, Affine))
     if conditions is None or sides is None:
         return None
@@ -129,6 +130,8 @@ def _seen(mask: Value, given: torch.Tensor, bound: Mapping[str, Any]) -> Seen | 
         )
         pairs = [each for each in of_data if isinstance(each, SameToken)]
         flags = tuple(each for each in of_data if isinstance(each, Token))
+        if len(pairs) + len(flags) < len(of_data):
+            return None
         ids = next(((a, b) for each in pairs for a, b in ((each.a, each.b), (each.b, each.a)) if per_query(a)), ())
         if len(pairs) > 1 or not all(map(per_key, (*flags, *ids[1:]))) or len(ids) < 2 * len(pairs):
             return None

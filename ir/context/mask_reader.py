@@ -11,6 +11,12 @@ Of data it knows where each element comes from: ids are equal at two places, or 
 
     seen & (docs[:, :, None] == docs[:, None, :]) & kept[:, None, :]         of tensors [b, t] with content
 
+Positions that begin anew in each document are in the order of the index where they have equal ids, if the ids count the
+beginnings of documents, as transformers counts them::
+
+    ids = (positions.diff(prepend=...) != 1).cumsum(-1)
+    (ids[:, j] == ids[:, i]) & (positions[:, j] <= positions[:, i])          the same ids, and j <= i
+
 What is not such a function is None. Conditions that hold for every index of a shape are left out by range analysis, so
 the time does not depend on the length of a sequence.
 """
@@ -19,7 +25,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -64,10 +70,12 @@ class Token:
 
     source: fx.Node
     index: tuple[Affine, ...]
+    plus: int = 0
+    """Added to the element."""
 
     def moved(self, move: Callable[[Affine], Affine]) -> Token:
         """The element at another index."""
-        return Token(self.source, tuple(map(move, self.index)))
+        return Token(self.source, tuple(map(move, self.index)), self.plus)
 
 
 @dataclass(frozen=True)
@@ -82,7 +90,19 @@ class SameToken:
         return SameToken(self.a.moved(move), self.b.moved(move))
 
 
-Condition = Affine | Token | SameToken
+@dataclass(frozen=True)
+class TokenOrder:
+    """The condition that one element of a tensor is at most another one."""
+
+    least: Token
+    most: Token
+
+    def moved(self, move: Callable[[Affine], Affine]) -> TokenOrder:
+        """Those at another index."""
+        return TokenOrder(self.least.moved(move), self.most.moved(move))
+
+
+Condition = Affine | Token | SameToken | TokenOrder
 
 
 @dataclass(frozen=True)
@@ -123,7 +143,8 @@ def simplified(value: Value, shape: Shape) -> Value:
     if any(least > 0 for least, _ in bounds.values()):
         return constant(value.unseen, shape)
     left = frozenset[Condition](each for each, (_, greatest) in bounds.items() if greatest > 0)
-    left |= {each for each in found if isinstance(each, Token) or (isinstance(each, SameToken) and each.a != each.b)}
+    left |= {each for each in found if isinstance(each, (Token, TokenOrder))}
+    left |= {each for each in found if isinstance(each, SameToken) and each.a != each.b}
     return Choice(left, value.seen, value.unseen) if left else constant(value.seen, shape)
 
 
@@ -141,7 +162,7 @@ def mapped(value: Value, function: Callable[[Any], Any]) -> Value | None:
 def true_where(value: Value | None) -> frozenset[Condition] | None:
     """The conditions under which a value is true; None where it is no conjunction."""
     if isinstance(value, Token):
-        return frozenset([value]) if value.source.meta["val"].dtype is torch.bool else None
+        return frozenset([value]) if value.source.meta["val"].dtype is torch.bool and not value.plus else None
     if value is None or isinstance(value, Magnitude) or (isinstance(value, Affine) and not value.is_constant):
         return None
     if isinstance(value, Affine):
@@ -183,6 +204,8 @@ def _add(sign: int) -> Callable[..., Value | None]:
     def add(shape: Shape, a: Any, b: Any, alpha: int = 1) -> Value | None:
         if isinstance(b, (int, float)):
             b = constant(b, ())
+        if isinstance(a, Token) and isinstance(b, Affine) and b.is_constant and {type(b.start), type(alpha)} == {int}:
+            return None if _is_flag(a) else replace(a, plus=a.plus + sign * alpha * b.start)
         both = isinstance(a, Affine) and isinstance(b, Affine) and isinstance(alpha, int)
         return a.plus(b, sign * alpha) if both else None
 
@@ -199,7 +222,10 @@ def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]
             return mapped(a, lambda number: compare(number, b))
         if isinstance(a, Token) and isinstance(b, Token) and compare in (operator.eq, operator.ne):
             equal = compare is operator.eq
-            return Choice(frozenset([SameToken(a, b)]), equal, not equal)
+            return None if a.plus or b.plus else Choice(frozenset([SameToken(a, b)]), equal, not equal)
+        if isinstance(a, Token) and isinstance(b, Token):
+            ordered = a.source is b.source and not _is_flag(a)
+            return _compare_tokens(compare, a, b) if ordered else None
         b = constant(b, ()) if isinstance(b, (int, float)) else b
         if isinstance(a, Magnitude) and isinstance(b, Affine):
             return _compare_magnitude(compare, a.of, b)
@@ -223,6 +249,18 @@ def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]
         return Choice(frozenset(conditions))
 
     return compared
+
+
+def _is_flag(token: Token) -> bool:
+    return bool(token.source.meta["val"].dtype is torch.bool)
+
+
+def _compare_tokens(compare: Callable[[Any, Any], bool], a: Token, b: Token) -> Value:
+    """An order of two elements of an integer tensor."""
+    if compare in (operator.ge, operator.gt):
+        a, b = b, a
+    strict = compare in (operator.lt, operator.gt)
+    return Choice(frozenset([TokenOrder(replace(a, plus=a.plus + 1) if strict else a, b)]))
 
 
 def _compare_magnitude(compare: Callable[[Any, Any], bool], a: Affine, b: Affine) -> Value | None:
@@ -312,7 +350,7 @@ def _looked_up(x: Value, places: Sequence[Value | None]) -> Value | None:
     if isinstance(x, Token):
         index = [_looked_up(each, places) for each in x.index]
         found_at = tuple(each for each in index if isinstance(each, Affine))
-        return Token(x.source, found_at) if len(found_at) == len(index) else None
+        return Token(x.source, found_at, x.plus) if len(found_at) == len(index) else None
     if not isinstance(x, Affine) or len(places) != len(x.steps):
         return None
     found = constant(x.start, ())
@@ -473,6 +511,35 @@ class MaskReader:
             return None
         whole = _joined(parts, dim)
         return constant(whole.steps[dim], shape) if isinstance(whole, Affine) else None
+
+    def in_order(self, conditions: frozenset[Condition]) -> frozenset[Condition]:
+        """The conditions, with an order of places for that of positions in documents of equal ids."""
+        same = [each for each in conditions if isinstance(each, SameToken)]
+        found = set[Condition]()
+        for each in conditions:
+            if isinstance(each, TokenOrder) and any(self._counts(ids, each) for ids in same):
+                apart = each.least.index[-1].plus(each.most.index[-1], -1)
+                found.add(apart.plus(constant(each.least.plus - each.most.plus, ())))
+            else:
+                found.add(each)
+        return frozenset(found)
+
+    def _counts(self, ids: SameToken, order: TokenOrder) -> bool:
+        """Whether ids number the documents whose positions are compared: ``(diff(positions) != 1).cumsum(-1)``."""
+        source, places = ids.a.source, {order.least.index, order.most.index}
+        begins = source.args[0] if source.target is aten.cumsum.default and ids.b.source is source else None
+        if not isinstance(begins, fx.Node) or begins.target is not aten.ne.Scalar or begins.args[1] != 1:
+            return False
+        steps: Any = begins.args[0]
+        if steps.target is not aten.diff.default or {ids.a.index, ids.b.index} != places:
+            return False
+        if steps.kwargs or source.kwargs or len(source.args) > 2:
+            return False
+        last, given = len(_shape(source) or ()) - 1, [*steps.args[1:], *(1, -1, None, None)[len(steps.args) - 1 :]]
+        count, along, _, behind = given
+        positions, whole = self.values.get(steps.args[0]), _token(order.least.source, _shape(order.least.source) or ())
+        at_ends = {along, source.args[1]} <= {-1, last} and count == 1 and behind is None
+        return at_ends and positions == whole and _shape(steps) == _shape(steps.args[0])
 
 
 def _token(node: fx.Node, shape: Shape) -> Token | None:

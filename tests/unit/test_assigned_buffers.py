@@ -179,7 +179,10 @@ def changed_behind(module: Inner, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        (another_weight, r"^the model puts something else in a parameter's place(.|\n)*inner\.weight(.|\n)*another one"),
+        (
+            another_weight,
+            r"^the model puts something else in a parameter's place(.|\n)*inner\.weight(.|\n)*another one",
+        ),
         (clamped, r"changes one of its parameters in place(.|\n)*inner\.weight"),
         (changed_behind, r"on one device as well(.|\n)*modified by an inplace operation"),
     ],

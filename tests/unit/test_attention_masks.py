@@ -138,6 +138,16 @@ def looked_up(docs: Tensor) -> Tensor:
     return docs[batch, rows] == docs[batch, columns]
 
 
+def numbered(positions: Tensor, dim: int = -1, step: int = 1) -> Tensor:
+    """Documents, by positions that begin anew, as in transformers."""
+    return (torch.diff(positions, prepend=positions[:, :1] - 1, dim=dim) != step).cumsum(dim)
+
+
+def up_to(positions: Tensor, back: int = T) -> Tensor:
+    rows, columns = positions[:, None, :, None], positions[:, None, None]
+    return (columns <= rows) & (columns > rows - back) if back < T else columns <= rows
+
+
 OF_DATA: dict[str, tuple[OfData, str]] = {
     "documents": (lambda docs, kept: causal() & same(docs), "causal ids"),
     "documents, looked up": (lambda docs, kept: looked_up(docs) & causal(), "causal ids"),
@@ -146,6 +156,14 @@ OF_DATA: dict[str, tuple[OfData, str]] = {
         lambda docs, kept: ~(docs[:, None, None] != docs[:, None, :, None]) & causal(),
         "causal ids",
     ),
+    "positions in documents": (lambda docs, kept: same(numbered(docs)) & up_to(docs), "causal ids"),
+    "positions in a window": (lambda docs, kept: same(numbered(docs)) & up_to(docs, 3), "causal 2 0 ids"),
+    "positions of other documents": (
+        lambda docs, kept: same(numbered(docs.flip(1))) & up_to(docs),
+        "dense [2, 1, 6, 6]",
+    ),
+    "positions in steps of two": (lambda docs, kept: same(numbered(docs, step=2)) & up_to(docs), "dense [2, 1, 6, 6]"),
+    "positions and ids of them": (lambda docs, kept: same(docs) & up_to(docs), "dense [2, 1, 6, 6]"),
     "documents in a window": (lambda docs, kept: window(3) & same(docs), "causal 2 0 ids"),
     "documents and padding": (lambda docs, kept: causal() & same(docs) & kept[:, None, None], "causal ids"),
     "two flags": (lambda docs, kept: kept[:, None, None] & causal() & (docs != 1)[:, None, None], "causal ids"),
