@@ -14,6 +14,7 @@ ranks that are more than key heads have copies of them), 2d (heads over the last
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,12 +22,14 @@ from typing import ClassVar
 import torch
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.dim_sharding import REPLICATED, DimSharding, without
-from shardfx.ir.errors import Error, did_you_mean
-from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, smallest, without
+from shardfx.ir.errors import Error, ShardfxWarning, did_you_mean
+from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value, factors_text
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.reasons import ByValue, ShardingDecision
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook.arithmetic.attention import windows_of
 from shardfx.ir.rulebook.dims import argument
@@ -39,6 +42,7 @@ from .memory.recompute import Recomputation
 aten = torch.ops.aten
 
 CONTEXT = "context: "
+FAR = "gathered, where an attention has no window of at most half the sequence"
 HOW = ("auto", "gather", "all-to-all", "window", "2d")
 
 
@@ -54,8 +58,8 @@ class Context:
             ``"all-to-all"``: heads sharded within attention, rows outside; where ranks are more than key heads, each
             has a copy of one. ``"2d"``: heads over the last of several axes, rows over the others, whose keys are
             gathered. ``"window"``: rows, and a halo of the keys that they see in a sliding window of at most half the
-            sequence. ``"auto"``: the one of the fewest predicted seconds among those whose memory does not grow with
-            the axis; gather where there is none.
+            sequence. ``"auto"``: the one of the fewest predicted seconds that does not gather the keys of all rows;
+            gather where nothing else works.
 
     Example::
 
@@ -117,15 +121,23 @@ class ContextParallel(Pass):
                         remedy="make the patterns narrower",
                     )
         users, rewriter = graph.users() if chosen else {}, Rewriter(graph, context.rules)
-        found = [_Attention(node, text, hint, context, users) for node, (text, hint) in chosen.items()]
+        found = [
+            _Attention(node, text, hint, context, users)
+            for node, (text, hint) in chosen.items()
+            if not _is_short(node, hint, graph.mesh)
+        ]
         for each in found:
             each.choose(rewriter)
         rewriter.apply()
         for each in found:
             each.place()
+            graph.reasons.later(each.explain)
         for text, hint in hints.items():
             made = dict.fromkeys(each.text for each in found if chosen[each.node][0] == text)
-            graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {', '.join(made)}")
+            said = ", ".join(made) or "none, for rows are fewer than its ranks"
+            graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {said}")
+            if hint.how == "window" and "gather" in made:
+                warnings.warn(f"{graph.notes[-1]}; {FAR}", ShardfxWarning, stacklevel=2)
         graph.rename()
         return bool(found)
 
@@ -155,9 +167,16 @@ def _is_within(module: str, text: str) -> bool:
     return any(matches(".".join(parts[:count])) for count in range(1, len(parts) + 1))
 
 
+def _is_short(node: Node, hint: Context, mesh: Mesh) -> bool:
+    """Whether the queries are fewer rows than ranks, so that propagation left them whole."""
+    q = node.operands[0]
+    known = q.spec is not None and set(hint.axes) <= {*mesh.names} - {*q.spec.dims[2].axes}
+    return known and smallest(q.shape[2], hint.axes, mesh) == 0
+
+
 def _without_attention(text: str, hint: Context, calls: Sequence[Node]) -> Error:
     modules = list(dict.fromkeys(node.where.module for node in calls))
-    remedy = did_you_mean(text, modules, "print(pm.captured) shows each attention with its module", count=3)
+    remedy = did_you_mean(text, modules, "name one of these", count=3)
     if not modules:
         remedy = 'call it, in place of a softmax of products; a Hugging Face model takes attn_implementation="sdpa"'
     return Error(
@@ -175,7 +194,7 @@ class _Attention:
     def __init__(
         self, node: Node, text: str, hint: Context, context: PassContext, users: Mapping[Value, Sequence[Node]]
     ) -> None:
-        self.node, self.hint, self.users, self.machine = node, hint, users, context.machine
+        self.node, self.by, self.hint, self.users, self.machine = node, text, hint, users, context.machine
         self.planner, self.cache = context.planner, context.cache
         self.mesh, self.where = context.planner.mesh, f"hint {text!r}: {hint}; {node.where}"
         behind = (user for value in node.outs for user in users[value])
@@ -186,6 +205,14 @@ class _Attention:
         if unknown:
             remedy = did_you_mean(unknown[0], self.mesh.names)
             raise self._error(f"mesh axis {unknown[0]!r} is unknown", f"axes of {self.mesh!r}", unknown[0], remedy)
+        if node.pin is not None:
+            raise Error(
+                f"two hints disagree on the attention of {node.where.module}",
+                where=f"hints {node.pin.by!r} of strategies and {text!r} of specs",
+                expected="a strategy or a Context of each attention",
+                got=f"{factors_text(node.pin.shardings)} and {hint}",
+                remedy="leave one of them out",
+            )
         q = node.operands[0]
         assert q.spec is not None
         self.rows = q.spec.dims[2]
@@ -194,7 +221,19 @@ class _Attention:
                 f"{hint.axis!r} shards no sequence here",
                 "an axis that shards the rows of the queries [batch, heads, rows, head]",
                 f"queries {q.spec.text(q.shape)}",
-                f'shard the inputs of the model over it: specs={{"args.0": "-, {hint.axis}"}}',
+                f'shard the inputs of the model over it, such as specs={{"kwargs.input_ids": "-, {hint.axis}"}}',
+            )
+        last = self.rows.axes[-len(hint.axes) :] == hint.axes
+        self.by_heads = hint.axes if last else ()
+        if tuple(axis for axis in self.rows.axes if axis in hint.axes) != hint.axes or (
+            not last and hint.how in ("all-to-all", "2d")
+        ):
+            axes = " ".join(self.rows.axes)
+            raise self._error(
+                "the axes of a Context are in another order than those of the sequence, or not the last of them",
+                f"the last of {axes!r}, in this order",
+                repr(hint.axis),
+                f'sx.Context("{axes}", how={hint.how!r})',
             )
 
     def choose(self, rewriter: Rewriter) -> None:
@@ -205,13 +244,9 @@ class _Attention:
             remedy = 'name two: sx.Context("rows heads", how="2d"), with the sequence sharded as "-, rows heads"'
             raise self._error("a 2d strategy of one axis", expected, f"the axis {self.hint.axis!r}", remedy)
         seen = windows_of(self.nodes[0])
-        if how == "window" and seen is None:
-            expected = "a causal or two-sided window mask of at most half the sequence, read from the model's code"
-            got = f"attention to all of {self.nodes[0].operands[1].shape[2]} keys, or to more than half of them"
-            remedy = 'how="auto", which takes a window where there is one'
-            raise self._error("a window strategy of an attention without a window", expected, got, remedy)
         if how == "auto":
-            options = [axes[start:] for start in range(len(axes)) if self._times(axes[start:])]
+            options = [self.by_heads[start:] for start in range(len(self.by_heads))]
+            options = [each for each in options if self._times(each)]
             options += [()] if seen is not None else []
             self.heads = min(options, key=self._seconds, default=())
         elif how not in ("gather", "window"):
@@ -222,6 +257,7 @@ class _Attention:
             fits = max(n for n in range(1, ranks + 1) if heads % n == 0)
             what, got = "heads cannot be shared out equally", f"{ranks} shards of them"
             remedy = f"at most {fits} ranks; how='gather'; or two axes and how='2d', the last of at most {fits}"
+            remedy = remedy if fits > 1 else "how='gather'"
             raise self._error(what, f"a divisor of {heads} heads of queries", got, remedy)
         if times > 1:
             self._repeat(times, rewriter)
@@ -230,6 +266,17 @@ class _Attention:
         """Write the strategies onto the nodes."""
         for node in self.nodes:
             self._write(node, self.cache.strategy(self.cache.rule(node), self._sharded(node, self.heads)))
+
+    def explain(self, decisions: ByValue) -> None:
+        """Write the hint as the reason of the heads' shardings."""
+        heads = {*self.heads}
+        for value in (value for node in self.nodes for value in node.outs):
+            dims = enumerate(value.spec.dims if value.spec is not None else ())
+            mine = [ShardingDecision(value, d, each, hint=self.by) for d, each in dims if heads & {*each.axes}]
+            if mine:
+                decisions[value] = [
+                    each for each in decisions.get(value, []) if not heads & {*each.sharding.axes}
+                ] + mine
 
     @property
     def text(self) -> str:
@@ -243,14 +290,14 @@ class _Attention:
         return self.nodes[0].operands[0].shape[1]
 
     def _head_axes(self, heads: Sequence[str]) -> tuple[str, ...]:
-        return (*self.shardings[self.nodes[0]].get("h", REPLICATED).axes, *heads)
+        known = self.shardings[self.nodes[0]]
+        return (*(axis for factor in ("h", "r") for axis in known.get(factor, REPLICATED).axes), *heads)
 
     def _times(self, heads: Sequence[str]) -> int:
         """How often each key head is repeated for ranks that are more; 0 where heads cannot be shared out equally."""
         groups, ranks = self.nodes[0].operands[1].shape[1], self.mesh.extent(self._head_axes(heads))
         times = ranks // math.gcd(groups, ranks) if heads else 1
-        repeats = times > 1 and ("r" in self.shardings[self.nodes[0]] or self._heads % (groups * times))
-        return 0 if repeats else times
+        return 0 if times > 1 and self._heads % (groups * times) else times
 
     def _sharded(self, node: Node, heads: Sequence[str]) -> dict[str, DimSharding]:
         """The shardings of a node's factors, with these axes on the heads and the others on the rows."""
@@ -261,7 +308,7 @@ class _Attention:
             made = {factor: without(each, axis, self.mesh) for factor, each in made.items()}
         for axis in heads:
             rows = without(rows, axis, self.mesh)
-        made |= {"s": rows, "h": DimSharding(self._head_axes(heads))}
+        made |= {"s": rows, "h": DimSharding(self._head_axes(heads)), "r": REPLICATED}
         return {factor: each for factor, each in made.items() if each.axes}
 
     def _seconds(self, heads: Sequence[str]) -> float:

@@ -121,7 +121,7 @@ def _extent(axis: dict[str, Any]) -> int | Loop:
     return Loop(size, bool(interleave)) if loop else size
 
 
-class PlannedSpecs(dict[str, Spec]):
+class PlannedSpecs(dict[str, "Spec | Context"]):
     """Specs for ``Hints(specs=...)`` that hold for one model on one mesh only."""
 
     def __init__(self, plan: Plan) -> None:
@@ -129,6 +129,7 @@ class PlannedSpecs(dict[str, Spec]):
             {name: parse_spec(text, plan.mesh)[1] for name, text in (*plan.inputs.items(), *plan.hinted.items())}
         )
         self.plan = plan
+        self.update((text, each) for text, each in self.said.items() if isinstance(each, Context))
 
     @property
     def said(self) -> dict[str, Any]:

@@ -132,7 +132,30 @@ def test_a_saved_plan_has_its_contexts(tmp_path: Path) -> None:
     known = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
     again, _ = plan(known.mesh, known.specs, rows_of())
     assert strategy_of(again) == {"h{cp}"}
+    plain, _ = plan(known.mesh, dict(known.specs), rows_of(rows=8))
+    assert strategy_of(plain) == {"h{cp}"}
     assert not known.differences(again.planned)
+
+
+def test_a_context_leaves_attention_of_fewer_rows_than_ranks_alone() -> None:
+    specs = {"args.0": "-, cp, -", "layers.*": sx.Context("cp")}
+    with pytest.warns(sx.ShardfxWarning, match="redundant compute"):
+        pm, alone = plan(sx.Mesh(cp=4), specs, rows_of(rows=3))
+    check_step(pm, alone, loss, (rows_of(rows=3),), bound=1e-12)
+    assert "context parallelism of 'layers.*' over cp: none, for rows are fewer" in str(pm.planned.notes)
+
+
+def test_a_window_that_is_none_is_gathered_with_a_warning() -> None:
+    specs = {"args.0": "-, cp, -", "layers.*": sx.Context("cp", how="window")}
+    with pytest.warns(sx.ShardfxWarning, match="gather; gathered, where an attention has no window"):
+        pm, _ = plan(sx.Mesh(cp=2), specs, rows_of())
+    assert strategy_of(pm) == {"s{cp}"}
+
+
+def test_heads_are_explained_by_the_context() -> None:
+    pm, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp")}, rows_of())
+    node = next(node for node in pm.planned.nodes if node.op is torch.ops.shardfx.attention.default)
+    assert "the hint 'layers.*'" in str(pm.explain(node.outs[0].name))
 
 
 BAD: dict[str, tuple[Any, str]] = {
@@ -141,15 +164,30 @@ BAD: dict[str, tuple[Any, str]] = {
     "another axis": (lambda: {"layers.*": sx.Context("up")}, "mesh axis 'up' is unknown"),
     "an axis of the batch": (lambda: {"layers.*": sx.Context("dp")}, "'dp' shards no sequence here"),
     "no attention": (lambda: {"layers.*.q": sx.Context("cp")}, "names no attention"),
-    "no window": (lambda: {"layers.*": sx.Context("cp", how="window")}, "an attention without a window"),
+    "a strategy beside it": (
+        lambda: {"layers.*": sx.Context("cp"), "strategies": {"layers.*:attention": "h{}"}},
+        "hints disagree on the attention",
+    ),
     "one axis": (lambda: {"layers.*": sx.Context("cp", how="2d")}, "a 2d strategy of one axis"),
     "more ranks than heads": (lambda: {"layers.*": sx.Context("cp", how="all-to-all")}, "at most 2 ranks"),
     "two of one": (lambda: {"layers.*": sx.Context("cp"), "**": sx.Context("cp", how="gather")}, "hints disagree"),
 }
 
 
+def planned_with(make: Any) -> None:
+    specs = make()
+    said = {"strategies": specs.pop("strategies")} if "strategies" in specs else {}
+    plan(sx.Mesh(dp=2, cp=3), {"args.0": "dp, cp, -", **specs}, rows_of(), **said)
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_a_context_that_cannot_be_is_an_error(case: str) -> None:
     make, text = BAD[case]
     with pytest.raises(sx.Error, match="(?s)" + text.replace("'", ".")):
-        plan(sx.Mesh(dp=2, cp=3), {"args.0": "dp, cp, -", **make()}, rows_of())
+        planned_with(make)
+
+
+def test_axes_of_a_context_follow_those_of_the_sequence() -> None:
+    with pytest.raises(sx.Error, match="in another order") as error:
+        plan(sx.Mesh(r=2, u=2), {"args.0": "-, r u, -", "layers.*": sx.Context("u r")}, rows_of())
+    assert 'sx.Context("r u"' in str(error.value)
