@@ -57,6 +57,6 @@ class AdaptiveClipping(WholeTensor):
     """Clips the norm of each row, or of a vector, by that of the parameter."""
 
     def update(self, p: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        rows, grads = (t.flatten(1) if t.dim() > 1 else t[None] for t in (p, grad))
+        rows, grads = (t.flatten(1) if t.dim() > 1 else t.reshape(1, -1) for t in (p, grad))
         most = rows.norm(dim=1, keepdim=True).clamp(min=1e-3) * 0.01
         return (grads * (most / grads.norm(dim=1, keepdim=True).clamp(min=1e-6)).clamp(max=1.0)).view_as(grad)
