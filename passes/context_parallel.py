@@ -7,8 +7,9 @@ it changes: what is sharded by rows there becomes sharded by heads in front of i
     before   %7, %8 = shardfx.attention(%4, %5, %6)     s{cp}: %4 [2, 32, 4096{cp}, 128], %5 and %6 gathered
     after    %7, %8 = shardfx.attention(%4, %5, %6)     h{cp}: all of [2, 32{cp}, 4096, 128]          all-to-all
 
-gather (Llama 3, https://arxiv.org/abs/2407.21783), all-to-all (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509;
-ranks that are more than key heads have copies of them), 2d (heads over the last axis, rows over the others: USP, https://arxiv.org/abs/2405.07719).
+- gather: keys and values of all rows (Llama 3, https://arxiv.org/abs/2407.21783)
+- all-to-all: DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509); more ranks than key heads have copies of them
+- 2d: heads over the last axis, rows over the others (USP, https://arxiv.org/abs/2405.07719)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from .memory.recompute import Recomputation
 aten = torch.ops.aten
 
 CONTEXT = "context: "
-FAR = "gathered, where an attention has no window of at most half the sequence"
+GATHERED = "gathered, where an attention has no window of at most half the sequence"
 HOW = ("auto", "gather", "all-to-all", "window", "2d")
 
 
@@ -137,7 +138,7 @@ class ContextParallel(Pass):
             said = ", ".join(made) or "none, for rows are fewer than its ranks"
             graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {said}")
             if hint.how == "window" and "gather" in made:
-                warnings.warn(f"{graph.notes[-1]}; {FAR}", ShardfxWarning, stacklevel=2)
+                warnings.warn(f"{graph.notes[-1]}; {GATHERED}", ShardfxWarning, stacklevel=2)
         graph.rename()
         return bool(found)
 

@@ -54,7 +54,7 @@ PARTS = (
     Part("core", ("ir/*.py", "ir/text", "ir/validate", "ir/unfolding"), 4800),
     Part("ops, rules, rule book", ("ir/ops", "ir/rules", "ir/rulebook"), 7400, ("ir/ops/context",)),
     Part("oracle", ("ir/oracle",), 2200),
-    Part("capture", ("ir/capture",), 8150),
+    Part("capture", ("ir/capture",), 8260),
     Part("rank programs, cost, timing, schedules", ("ir/program", "ir/cost", "ir/timing", "ir/schedule"), 8080),
     Part("passes", ("passes",), 7990, ("passes/context_parallel.py",)),
     Part("proof", ("runtime/verify",), 4500, ("runtime/verify/proof/head_copies.py",)),
@@ -64,7 +64,7 @@ PARTS = (
     Part("front", ("shardfx",), 10250, ("shardfx/images",)),
     Part("attention and context parallelism", ("ir/context", "ir/ops/context", *CONTEXT), 1850),
 )
-SUM = 63_450
+SUM = 63_560
 
 
 def python_files(*folders: str) -> list[Path]:

@@ -1,11 +1,20 @@
-"""Export of one program, with its backward written beside it, as a graph."""
+"""Export of one program, with its backward written beside it, as a graph.
+
+Ops with a kernel and a gradient of their own are traced as these, as eager torch runs them, and not by the Python form
+that torch has for its compilers (that of ``multilabel_margin_loss`` counts padding as targets, in 2.13).
+"""
 
 from __future__ import annotations
 
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
+from torch import _C
+from torch._decomp import decomposition_table
 
 from shardfx.ir.builder import Call
 from shardfx.ir.graph import Graph, Value
@@ -43,7 +52,7 @@ def write_graph(
     rewrite_exported(exported, batch_parts)
     own.restore(exported)
     drawn: dict[Value, Call] = {}
-    with ExitStack() as stack:
+    with ExitStack() as stack, own_kernels():
         return convert(_joint(exported, tensors, outcomes, stack), mesh, names, drawn), drawn
 
 
@@ -75,3 +84,34 @@ def _joint(
         )
     joint: torch.fx.GraphModule = made.graph_module
     return joint
+
+
+OF_PYTHON = _C.DispatchKey.Autograd
+COMPOSED = _C.DispatchKey.CompositeImplicitAutograd
+
+
+@contextmanager
+def own_kernels() -> Iterator[None]:
+    """Within, torch's Python dispatcher calls kernels where ops have their own kernel and gradient."""
+    removed = {op: op.py_kernels.pop(OF_PYTHON) for op in _with_other_forms() if OF_PYTHON in op.py_kernels}
+    for op in removed:
+        op._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for op, form in removed.items():
+            op.py_kernels[OF_PYTHON] = form
+            op._dispatch_cache.clear()
+
+
+@cache
+def _with_other_forms() -> tuple[Any, ...]:
+    return tuple(op for op in decomposition_table if isinstance(op, torch._ops.OpOverload) and _is_one(op))
+
+
+def _is_one(op: torch._ops.OpOverload) -> bool:
+    of_python = OF_PYTHON in op.py_kernels and COMPOSED not in op.py_kernels
+    of_its_own = all(
+        _C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key) for key in ("AutogradCPU", "CPU")
+    )
+    return of_python and of_its_own and not op._can_decompose()

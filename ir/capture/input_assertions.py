@@ -4,6 +4,7 @@ F.one_hot(i, 4)                    i is looked up in 0, 1, 2, 3: any other raise
 F.binary_cross_entropy(p, y)       a guard: no p and no y is below 0 or above 1
 torch._assert_async(ok)            a guard: ok is not zero
 Normal(mean, scale)                a guard: what the distribution validates is valid
+torch.cov(x, fweights=n)           written out; a guard: no n is below 0, and their sum is not 0
 x.data                             x.detach()
 """
 
@@ -98,6 +99,46 @@ def _all_true(asked: AssertionSink, func: Any, each: Tensor) -> AllTrue:
     return AllTrue()
 
 
+def _cov(
+    asked: AssertionSink,
+    func: Any,
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Any:
+    """``torch.cov``, which in torch asks for the content of the divisor."""
+    weights = [each for each in (fweights, aweights) if each is not None]
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    if input.ndim > 2 or input.dtype == torch.bool or any(each.shape != rows.shape[1:] for each in weights):
+        return func(input, correction=correction, fweights=fweights, aweights=aweights)  # which says what is wrong
+    for each in weights:
+        asked.wants(each.detach() < 0, "cov, whose weights are none below 0,")
+    weight = weights[0] if len(weights) == 1 else weights[0] * weights[1] if weights else None
+    total = torch.full((), rows.shape[1], device=input.device) if weight is None else weight.sum()
+    if weight is not None:
+        asked.wants(total.detach() == 0, "cov, whose weights are not all 0,")
+    mean = (rows if weight is None else rows * weight).sum(1) / total
+    rows = rows - mean.unsqueeze(1)
+    left = total - correction
+    if weight is not None and aweights is not None and correction:
+        left = total - correction * (weight * aweights).sum() / total
+    made = rows @ (rows if weight is None else rows * weight).mH
+    return (made / torch.where(left > 0, left, torch.zeros_like(left))).squeeze()
+
+
+def _corrcoef(asked: AssertionSink, func: Any, input: Tensor) -> Any:
+    if input.ndim > 2:
+        return func(input)
+    made = _cov(asked, torch.cov, input)
+    if not made.ndim:
+        return made / made
+    spread = (made.diagonal().real if made.is_complex() else made.diagonal()).sqrt()
+    made = made / spread[:, None] / spread
+    return torch.complex(made.real.clip(-1, 1), made.imag.clip(-1, 1)) if made.is_complex() else made.clip(-1, 1)
+
+
 def _ctc(asked: AssertionSink, func: Any, *_: Any, **__: Any) -> None:
     raise Error(
         "ctc_loss cannot be captured: how much it keeps for its backward follows from the lengths that it is given",
@@ -122,6 +163,10 @@ INPUT_ASSERTIONS: Mapping[Any, Answer] = {
     Tensor.bernoulli_: _bernoulli_,
     torch._assert_async: _assert_async,
     torch._is_all_true: _all_true,
+    torch.cov: _cov,
+    Tensor.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    Tensor.corrcoef: _corrcoef,
     F.ctc_loss: _ctc,
     torch.ctc_loss: _ctc,
 }

@@ -176,6 +176,19 @@ def changed_behind(module: Inner, x: Tensor) -> Tensor:
     return made
 
 
+def under_one_name(module: Inner, x: Tensor) -> Tensor:
+    module.low = module.low * 0.9
+    return x * module.low
+
+
+def test_a_buffer_with_two_names_is_replaced_under_both_or_none() -> None:
+    """They were one buffer in the program, and two in the model from then on."""
+    model, x = Kept(under_one_name).double(), torch.randn(4, 4, dtype=torch.float64)
+    model.inner.high = model.inner.low
+    with pytest.raises(sx.Error, match=r"a buffer that has other names too(.|\n)*inner\.low"):
+        sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), loss=torch.sum))
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

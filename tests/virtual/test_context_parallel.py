@@ -1,4 +1,4 @@
-"""Context parallelism: strategies of attention whose sequence is sharded, beside one device; their bytes; errors."""
+"""Context parallelism: strategies of attention over a sharded sequence compared with one device; bytes; errors."""
 
 from __future__ import annotations
 

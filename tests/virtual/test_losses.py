@@ -246,3 +246,44 @@ def test_loss_scale_stays_in_the_range_of_float16() -> None:
 def test_wrong_loss_scale_is_an_error(what: str, make: Any) -> None:
     with pytest.raises(sx.Error, match=what):
         make()
+
+
+class Padded(nn.Module):
+    """A loss whose targets end at -1: torch 2.13 decomposes it as if what is behind them were targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 6)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.multilabel_margin_loss(self.fc(x), y)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_multilabel_margin_loss_leaves_out_padding(device: str) -> None:
+    torch.manual_seed(0)
+    model, x = Padded(), torch.randn(4, 4)
+    y = torch.tensor([[1, 2, -1, 0, 0, 0], [3, -1, 0, 0, 0, 0]] * 2)
+    args = (x.to(device), y.to(device))
+    specs = {"args.0": "dp, -", "args.1": "dp, -"}
+    hints = sx.Hints(args=args, loss=lambda out: out, specs=specs, device="cpu")
+    pm = sx.parallelize(Padded().to(device), sx.Mesh(dp=2), hints, virtual=True)
+    pm.load_full_state_dict(model.state_dict())
+    torch.testing.assert_close(pm(x, y), model(x, y))
+
+
+@pytest.mark.parametrize("function", [torch.cov, torch.corrcoef])
+def test_covariances_are_captured_without_guards(function: Callable[[Tensor], Tensor]) -> None:
+    class Covariance(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return function(self.fc(x).T)
+
+    torch.manual_seed(0)
+    model, x = Covariance().double(), torch.randn(8, 4, dtype=torch.float64)
+    hints = sx.Hints(args=(x,), loss=torch.sum, specs={"args.0": "dp, -"})
+    pm = sx.parallelize(copy.deepcopy(model), sx.Mesh(dp=2), hints, virtual=True)
+    check_step(pm, model, torch.sum, (x,), bound=1e-10)

@@ -15,6 +15,7 @@ import linecache
 import random
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -171,9 +172,12 @@ class AssignedBuffers:
                     module._buffers.update(filled)
                     module._parameters.update(own)
         parameters = {f"{path}.{name}" for path, _, _, own in modules for name in own}
+        held_as = defaultdict[int, set[int]](set)
+        for was, value in found.values():
+            held_as[id(was)].add(id(value))
         for name, (was, value) in found.items():
             if value is not was and value is not copies.get(was):
-                _check(name.removeprefix("model."), was, value, name in parameters)
+                _check(name.removeprefix("model."), was, value, len(held_as[id(was)]) == 1, name in parameters)
                 self.names.add(name)
         with torch.no_grad():
             # Several may have changed places, and one may be a view of what it is written into.
@@ -181,7 +185,18 @@ class AssignedBuffers:
                 was.copy_(value)
 
 
-def _check(name: str, was: Tensor, now: Tensor | None, is_parameter: bool) -> None:
+def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool, is_parameter: bool) -> None:
+    alike = now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad
+    if alike and not everywhere and not is_parameter:
+        raise Error(
+            "the model puts something else in the place of a buffer that has other names too",
+            where=name,
+            expected="the same tensor under all of them",
+            got="another one under this name alone",
+            remedy="write into it under torch.no_grad() (buffer.copy_(...)), or register two buffers",
+        )
+    if alike and not is_parameter:
+        return
     if is_parameter:
         raise Error(
             "the model puts something else in a parameter's place",
@@ -190,8 +205,6 @@ def _check(name: str, was: Tensor, now: Tensor | None, is_parameter: bool) -> No
             got="no such parameter" if now is None else "another one",
             remedy="compute with the new tensor, and let an optimizer change parameters",
         )
-    if now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad:
-        return
     both = was, was if now is None else now
     wanted, got = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in both)
     got = f"{got}, with a gradient" if now is not None and now.requires_grad else got
