@@ -110,26 +110,29 @@ def attentions() -> Iterator[Instance]:
 
 
 def own_attentions() -> Iterator[Instance]:
-    """Our op of attention: groups, masks of each kind (with their gradient), dropout."""
+    """Our op of attention: groups, masks of each kind (with their gradient), dropout, soft caps, sinks."""
     draw = (0.3, torch.tensor(5), 1, [])
-    for heads, causal, mask, drop in (
-        (4, True, None, ()),
-        (2, True, None, draw),
-        (1, False, None, ()),
-        (2, False, f(2, 1, 6, 5), ()),
-        (2, False, f(1, 4, 6, 5), draw),
-        (4, False, f(6, 5), ()),
-        (2, False, b(2, 4, 1, 5), ()),
+    for heads, causal, mask, drop, more in (
+        (4, True, None, (), {}),
+        (2, True, None, draw, {}),
+        (1, False, None, (), {"sinks": f(4)}),
+        (2, False, f(2, 1, 6, 5), (), {}),
+        (2, False, f(1, 4, 6, 5), draw, {"softcap": 1.5}),
+        (4, False, f(6, 5), (), {"softcap": 1.5, "sinks": f(4)}),
+        (2, False, b(2, 4, 1, 5), (), {}),
+        (2, True, None, (), {"softcap": 1.5, "sinks": f(4)}),
+        (2, True, None, (), {"window": [2, 0], "sinks": f(4)}),
     ):
         keys = 6 if causal else 5
         q, k, v = f(2, 4, 6, 4), f(2, heads, keys, 4), f(2, heads, keys, 3)
-        made = instance(attention, (q, k, v, mask, causal, None, *drop))
+        made = instance(attention, (q, k, v, mask, causal, None, *drop), more)
         yield made
         of_mask = mask is not None and mask.is_floating_point()
         args = (f(2, 4, 6, 3), q, k, v, *made.results, mask, causal, None, of_mask, *drop)
-        back = instance(attention_backward, args)
-        if not of_mask:
-            back.node.results[3] = None
+        back = instance(attention_backward, args, more)
+        for number, is_made in ((3, of_mask), (4, "sinks" in more)):
+            if not is_made:
+                back.node.results[number] = None
         yield back
 
 

@@ -44,6 +44,8 @@ OUR_NAMES = {
     "grad_out": "grad",
 }
 """Names of torch's arguments in our op of attention."""
+NAMED = "window", "q_ids", "k_ids", "softcap", "sinks"
+"""The arguments that are given by name: what queries see, and how scores are changed."""
 
 
 def by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -52,8 +54,8 @@ def by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dic
 
 
 def in_order(op: Any, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of one of our attention ops by position, and those that restrict its keys by name."""
-    named = {name: bound[name] for name in ("window", "q_ids", "k_ids") if bound.get(name) not in (None, [])}
+    """Arguments of one of our attention ops by position, and some by name."""
+    named = {name: bound[name] for name in NAMED if bound.get(name) not in (None, [], 0.0)}
     return positional(op, {name: arg for name, arg in bound.items() if name not in named}), named
 
 

@@ -6,8 +6,9 @@ The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask h
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
 ``i``; ``window``, ``[left, right]``: those from ``i - left`` to ``i + right``; ``q_ids[b s]``, ``k_ids[b t]``: those
 with its id. A window and ids are instead of a mask. A query that sees no key gets zeros, and a logsumexp of 0.
-``scale`` is ``1 / sqrt(e)`` where it is None. A rank's ``box`` of the global ``[b, h, s, t]`` says what its queries
-see, and what dropout of ``p`` draws.
+``scale`` is ``1 / sqrt(e)`` where it is None; ``softcap`` ``c`` makes ``c * tanh(s / c)`` of each scaled product ``s``;
+``sinks[h]`` are a further logit of each query, of no value. A rank's ``box`` of the global ``[b, h, s, t]`` says what
+its queries see, and what dropout of ``p`` draws.
 
 Torch's fused kernels compute it where they can (:mod:`.context.attention_kernels`), and plain ops where not. All of
 them give the same logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's
@@ -29,13 +30,13 @@ from torch import Tensor
 from .computing.library import LIBRARY, define
 from .context.attention_kernels import backward_by, dense_rows, forward_by, kernel_for, laid_like
 from .context.causal_rows import backward_from, forward_from, seen_mask
-from .context.plain_attention import Given, drawn, wide
+from .context.plain_attention import Given, drawn, gradient_of_sinks, wide, with_sinks
 from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, own_rows, tiles
 
 HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
 DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[], "
-DRAW += "int[] window=[], Tensor? q_ids=None, Tensor? k_ids=None"
-DEFAULTS: tuple[Any, ...] = False, None, 0.0, None, 0, [], [], None, None
+DRAW += "int[] window=[], Tensor? q_ids=None, Tensor? k_ids=None, float softcap=0.0, Tensor? sinks=None"
+DEFAULTS: tuple[Any, ...] = False, None, 0.0, None, 0, [], [], None, None, 0.0, None
 """Of the arguments from ``causal`` on."""
 
 
@@ -48,20 +49,21 @@ def _like_forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, T
 def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, ...]:
     mask, of_mask = how[2] if len(how) > 2 else None, len(how) > 5 and how[5]
     grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
-    box, rows = (how[9], how[13]) if len(how) > 13 else ([], [])
-    return (*(torch.empty_like(t) for t in own_rows(dense_rows(q, k, v), box, rows)), grad_mask)
+    box, rows = (how[9], how[15]) if len(how) > 15 else ([], [])
+    grad_sinks = how[14].new_empty(how[14].shape) if len(how) > 14 and how[14] is not None else q.new_empty(0)
+    return (*(torch.empty_like(t) for t in own_rows(dense_rows(q, k, v), box, rows)), grad_mask, grad_sinks)
 
 
 def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
     return [*args, *defaults[len(args) :]]
 
 
-def _by_tiles(mask: Given, window: Sequence[int], ids: Sequence[Given]) -> bool:
+def _by_tiles(mask: Given, window: Sequence[int], ids: Sequence[Given], softcap: float) -> bool:
     """Whether keys are seen by tiles."""
     found = bool(window) or ids[0] is not None
     if found and mask is not None:
         raise ValueError("attention takes a mask, or a window and ids")
-    return found
+    return found or (softcap != 0 and mask is None)
 
 
 @define(
@@ -69,66 +71,90 @@ def _by_tiles(mask: Given, window: Sequence[int], ids: Sequence[Given]) -> bool:
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) -> tuple[Tensor, Tensor]:
     """Attention, and the logsumexp of each query's scores."""
-    causal, scale, p, seed, number, box, window, *ids = _with_defaults(how, *DEFAULTS)
+    causal, scale, p, seed, number, box, window, *ids, softcap, sinks = _with_defaults(how, *DEFAULTS)
     q, k, v = dense_rows(q, k, v)
-    if _by_tiles(mask, window, ids):
-        one = lambda tile, *qkv: attention(*qkv, tile.mask, False, scale, p, seed, number, tile.box)  # noqa: E731
+    if sinks is not None:
+        out, logsumexp = attention(q, k, v, mask, causal, scale, p, seed, number, box, window, *ids, softcap)
+        out, logsumexp = with_sinks(out, logsumexp, sinks)
+        return laid_like(out, q) if out.shape == q.shape else out.contiguous(), logsumexp
+    if _by_tiles(mask, window, ids, softcap):
+        draw = p, seed, number
+        one = lambda tile, *qkv: attention(*qkv, tile.mask, False, scale, *draw, tile.box, softcap=softcap)  # noqa: E731
         return forward_by_tiles(q, k, v, tiles(q, k, causal, box, window, ids), one)
     keep, box = drawn(q, k, p, seed, number, box), box if causal else []
     if len(box) == 4 and mask is None and keep is None:
         return forward_from(box[2], q, k, v, lambda own, k, v: attention(q, k, v, None, own, scale))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
-    return forward_by(kernel_for(q, k, v, mask, causal, p), q, k, v, mask, causal, scale, keep, p)
+    return forward_by(kernel_for(q, k, v, mask, causal, p, softcap), q, k, v, mask, causal, scale, keep, p, softcap)
 
 
 @define(
     f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {HOW}, "
-    f"bool of_mask=False, {DRAW}, int[] rows=[]) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask)",
+    f"bool of_mask=False, {DRAW}, int[] rows=[]) "
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask, Tensor grad_sinks)",
     shapes=_like_backward,
 )
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Given = None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v and (if asked for) of the mask; in a window, those of some ``rows`` alone, ``[first,
-    number]``: of queries, which see keys before and behind them, and of the keys there, which others see too."""
+    """The gradients of q, k, v, of the mask (if asked for) and of the sinks; in a window, those of some ``rows`` alone,
+    ``[first, number]``: of queries, which see keys before and behind them, and of the keys there, which others see too.
+    """
     defaults: Any = *DEFAULTS[:2], False, *DEFAULTS[2:], []
-    causal, scale, of_mask, p, *draw, window, q_ids, k_ids, rows = _with_defaults(how, *defaults)
+    causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, sinks, rows = _with_defaults(how, *defaults)
     grad, q, k, v, out = dense_rows(grad, q, k, v, out)
-    if _by_tiles(mask, window, (q_ids, k_ids)):
+    if sinks is not None:
+        rest = mask, causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, None, rows
+        grads: tuple[Tensor, ...] = attention_backward(grad, q, k, v, out, logsumexp, *rest)
+        grad, out, logsumexp = (own_rows((each, k, v), draw[2], rows)[0] for each in (grad, out, logsumexp))
+        return *grads[:4], gradient_of_sinks(grad, out, logsumexp, sinks)
+    if _by_tiles(mask, window, (q_ids, k_ids), softcap):
 
         def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:
             of_rows = (each[:, :, tile.rows] for each in (out, logsumexp))
             given = (grad[:, :, tile.rows], *qkv, *of_rows, tile.mask)
-            grads: tuple[Tensor, ...] = attention_backward(*given, False, scale, False, p, *draw[:2], tile.box)
-            return grads
+            how = False, scale, False, p, *draw[:2], tile.box
+            made: tuple[Tensor, ...] = attention_backward(*given, *how, softcap=softcap)
+            return made
 
         made = backward_by_tiles(q, k, v, tiles(q, k, causal, draw[2], window, (q_ids, k_ids), rows), one)
         own = own_rows((q, k, v), draw[2], rows), own_rows(made[:3], draw[2], rows)
-        return *(laid_like(grad, like) for like, grad in zip(*own, strict=True)), made[3]
+        return *(laid_like(grad, like) for like, grad in zip(*own, strict=True)), made[3], q.new_empty(0)
     keep, box = drawn(q, k, p, *draw), draw[2] if causal else []
     if len(box) == 4 and mask is None and keep is None:
         backward = lambda own, *kv: attention_backward(grad, q, kv[0], kv[1], out, logsumexp, None, own, scale)  # noqa: E731
-        return backward_from(box[2], q, k, v, backward)
+        return *backward_from(box[2], q, k, v, backward), q.new_empty(0)
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
-    kernel = "" if of_mask else kernel_for(q, k, v, mask, causal, p)
-    return backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p)
+    kernel = "" if of_mask else kernel_for(q, k, v, mask, causal, p, softcap)
+    made = backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p, softcap)
+    return *made, q.new_empty(0)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, causal, scale, p, seed, *draw, q_ids, k_ids = inputs
-    ctx.save_for_backward(q, k, v, *output, mask, seed, q_ids, k_ids)
-    ctx.how, ctx.draw = (causal, scale), (p, *draw)
+    q, k, v, mask, causal, scale, p, seed, number, box, window, q_ids, k_ids, softcap, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, seed, q_ids, k_ids, sinks)
+    ctx.how, ctx.draw, ctx.softcap = (causal, scale), (p, number, box, window), softcap
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Any, ...]:
-    if grad is None:
-        return (None,) * 13
-    q, k, v, out, logsumexp, mask, seed, *ids = ctx.saved_tensors
+    q, k, v, out, logsumexp, mask, seed, q_ids, k_ids, sinks = ctx.saved_tensors
     p, *draw = ctx.draw
     of_mask = mask is not None and ctx.needs_input_grad[3]
-    grads = attention_backward(grad, q, k, v, out, logsumexp, mask, *ctx.how, of_mask, p, seed, *draw, *ids)
-    return (*grads[:3], grads[3] if of_mask else None, *[None] * 9)
+    how = mask, *ctx.how, of_mask, p, seed, *draw, q_ids, k_ids, ctx.softcap, sinks
+    grads: list[Any] = [None] * 5
+    if grad is not None:
+        grads = [*attention_backward(grad, q, k, v, out, logsumexp, *how)]
+    if of_logsumexp is not None:  # a column of values which are 0, and of results which are -1: weight * its gradient
+        rows, minus = (
+            torch.nn.functional.pad(each[..., None].to(out.dtype), (0, out.shape[-1] - 1))
+            for each in (of_logsumexp, torch.full_like(of_logsumexp, -1))
+        )
+        more = attention_backward(rows, q, k, torch.zeros_like(v), minus, logsumexp, *how)
+        for place in (0, 1, 3, 4):
+            grads[place] = more[place] if grads[place] is None else grads[place] + more[place]
+    of_sinks = grads[4] if sinks is not None else None
+    return (*grads[:3], grads[3] if of_mask else None, *[None] * 10, of_sinks)
 
 
 torch.library.register_autograd("shardfx::attention", _gradient, setup_context=_setup, lib=LIBRARY)

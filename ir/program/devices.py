@@ -44,7 +44,9 @@ def _flash_takes(share: NodeShard) -> bool:
 
 
 def _flash(share: NodeShard, values: Mapping[str, Any]) -> Call | None:
-    if not _flash_takes(share) or any(values[name] for name in ("box", "window")) or values["q_ids"] is not None:
+    if not _flash_takes(share) or any(values[name] for name in ("box", "window", "softcap")):
+        return None
+    if any(values[name] is not None for name in ("q_ids", "sinks")):
         return None
     backward = share.node.op is attention_backward
     names = ("grad", "q", "k", "v", "out", "logsumexp") if backward else ("q", "k", "v")

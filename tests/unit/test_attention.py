@@ -71,6 +71,51 @@ def test_it_is_torchs_attention_in_float64(
             assert (logsumexp.cpu() - rows).abs().max() < CLOSE[dtype]
 
 
+def by_softmax(qkv: list[Tensor], bias: Tensor, softcap: float, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Attention and its logsumexp as a softmax of products, with one more column for the sinks."""
+    q, k, v = qkv[0], *(each.repeat_interleave(2, 1) for each in qkv[1:])
+    scores = q @ k.mT * 0.5
+    scores = (torch.tanh(scores / softcap) * softcap if softcap else scores) + bias
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(2, -1, scores.shape[2], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("kind", ["all", "causal", "window", "mask", "rows"])
+def test_soft_caps_sinks_and_the_gradient_of_the_logsumexp(
+    monkeypatch: pytest.MonkeyPatch, softcap: float, has_sinks: bool, kind: str
+) -> None:
+    """Those of the result, of the logsumexp, and of both."""
+    monkeypatch.setattr(window_tiles, "SMALLEST", 4)
+    torch.manual_seed(0)
+    qkv = [torch.randn(2, heads, 11, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    apart = torch.arange(11) - torch.arange(11)[:, None]
+    hidden = {"causal": apart > 0, "window": (apart > 0) | (apart < -3), "rows": apart > 3}.get(kind, apart > 11)
+    bias = torch.randn(1, 4, 11, 11, dtype=torch.float64, requires_grad=True)
+    how: dict[str, dict[str, Any]] = {
+        "mask": {"mask": bias},
+        "causal": {"causal": True},
+        "window": {"causal": True, "window": [3, 0]},
+        "rows": {"causal": True, "box": [0, 0, 3, 0]},
+    }
+    given = bias if kind == "mask" else torch.zeros(11, 11, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    ours = attention(*qkv, scale=0.5, softcap=softcap, sinks=sinks, **how.get(kind, {}))
+    theirs = by_softmax(qkv, given, softcap, sinks)
+    leaves = [*qkv, *([sinks] if sinks is not None else []), *([bias] if kind == "mask" else [])]
+    grads = [torch.randn_like(each) for each in ours]
+    for picked in ([0], [1], [0, 1]):
+        a, b = (
+            torch.autograd.grad(
+                [out[i] for i in picked], leaves, [grads[i] for i in picked], retain_graph=True, materialize_grads=True
+            )
+            for out in (ours, theirs)
+        )
+        torch.testing.assert_close((*ours, *a), (*theirs, *b), rtol=0, atol=1e-12)
+
+
 WINDOWS = [(True, [3, 0]), (False, [2, 4]), (False, [30, -2]), (False, [-3, 5]), (True, [20, 20]), (True, [0, 0])]
 
 

@@ -212,7 +212,8 @@ def _attention_backward(
         raise Error("a gradient of attention stands apart from its forward", where=str(builder.where), got=str(op))
     drawn = with_defaults(attention, forward.args, forward.kwargs)
     bound |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
-    kept = types if bound.get("of_mask") else [*types[:3], None]
+    asked = bound.get("of_mask"), drawn["sinks"] is not None
+    kept = [*types[:3], *(type if each else None for type, each in zip(types[3:] or (None, None), asked, strict=True))]
     given, named = in_order(attention_backward, bound)
     return builder.add(attention_backward, given, kept, **named)
 

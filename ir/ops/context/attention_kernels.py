@@ -58,12 +58,12 @@ def rows_first(x: Tensor) -> Tensor:
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float) -> str:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float, softcap: float) -> str:
     """The kernel of torch that takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
 
     The answer is the same forward and backward: torch is asked as for a call that has gradients.
     """
-    if p != 0 or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+    if p != 0 or softcap != 0 or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
         return ""
     if q.device.type == "cpu":
         return "cpu"
@@ -112,9 +112,9 @@ def _bias(q: Tensor, k: Tensor, mask: Given, kernel: str) -> Tensor | None:
 
 
 def forward_by(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, keep: Given, p: float
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """The forward by the named kernel."""
+    """The forward by the named kernel. ``how`` is ``keep``, ``p`` and the soft cap of :func:`forward_by_hand`."""
     bias = _bias(q, k, mask, kernel) if kernel else None
     made: tuple[Any, ...]
     if kernel == "cpu":
@@ -129,7 +129,7 @@ def forward_by(
         op, many = aten._scaled_dot_product_efficient_attention.default, [per_query_head(t, q) for t in (k, v)]
         made = op(q, *many, bias, True, 0.0, causal, scale=scale)
     else:
-        made = forward_by_hand(q, k, v, mask, causal, scale, keep, p)
+        made = forward_by_hand(q, k, v, mask, causal, scale, *how)
     out, rows = made[0], made[1][:, :, : q.shape[2]].reshape(q.shape[:3])  # cuDNN's logsumexp has a fourth dim
     return laid_like(out, q) if out.shape == q.shape else out.contiguous(), rows.contiguous()
 

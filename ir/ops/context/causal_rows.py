@@ -37,7 +37,7 @@ def forward_from(first: int, q: Tensor, k: Tensor, v: Tensor, forward: Forward) 
 def backward_from(first: int, q: Tensor, k: Tensor, v: Tensor, backward: Backward) -> tuple[Tensor, ...]:
     """The gradients of :func:`forward_from`."""
     if first >= k.shape[2]:
-        return backward(False, k, v)
+        return backward(False, k, v)[:4]
     end = min(first + q.shape[2], k.shape[2])
     grad_q, *own = backward(True, k[:, :, first:end], v[:, :, first:end])[:3]
     grads = [torch.zeros_like(each) for each in (k, v)]

@@ -1,6 +1,7 @@
 """Attention op by op, forward and backward, and the dropout of its weights.
 
     scores[b h s t] = q k' * scale + mask,   logsumexp[b h s],   out = exp(scores - logsumexp) v
+    with a soft cap c: scores = c * tanh(q k' * scale / c) + mask
 
 For what no kernel of torch's takes. Needs torch alone.
 """
@@ -33,11 +34,19 @@ def bias_of(mask: Given, dtype: torch.dtype) -> Tensor | None:
     return torch.zeros((), dtype=dtype, device=mask.device).where(mask, -torch.inf)
 
 
-def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale) -> Tensor:
-    """The scores ``[b h s t]``, -inf where a query does not see a key."""
+def _products(q: Tensor, k: Tensor, scale: Scale, softcap: float) -> Tensor:
+    """The scaled products ``[b h s t]``; with a soft cap, their hyperbolic tangents."""
     dtype = wide(q.dtype)
-    scores = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT).mul_(scale_of(q, scale))
-    bias = bias_of(mask, dtype)
+    products = (q.to(dtype) @ per_query_head(k, q).to(dtype).mT).mul_(scale_of(q, scale))
+    return products.div_(softcap).tanh_() if softcap else products
+
+
+def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale, softcap: float) -> Tensor:
+    """The scores ``[b h s t]``, -inf where a query does not see a key."""
+    scores = _products(q, k, scale, softcap)
+    if softcap:
+        scores.mul_(softcap)
+    bias = bias_of(mask, scores.dtype)
     if bias is not None:
         scores.add_(bias)
     if causal:
@@ -62,10 +71,18 @@ def per_key_head(grad: Tensor, k: Tensor) -> Tensor:
 
 
 def forward_by_hand(
-    q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, keep: Given = None, p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Given,
+    causal: bool,
+    scale: Scale,
+    keep: Given = None,
+    p: float = 0.0,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
-    scores = _scores(q, k, mask, causal, scale)
+    scores = _scores(q, k, mask, causal, scale, softcap)
     logsumexp = scores.logsumexp(-1)
     logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0).masked_fill_(logsumexp == torch.inf, torch.nan)  # as softmax
     weights = _kept(scores.sub_(logsumexp[..., None]).exp_(), keep, p)
@@ -76,20 +93,37 @@ def backward_by_hand(
     grad: Tensor, qkv: Tensors, out: Tensor, logsumexp: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave; ``how`` is
-    whether it is, ``keep`` and ``p``."""
-    (q, k, v), (of_mask, keep, p) = qkv, (*how, None, 0.0)[:3]
+    whether it is, ``keep``, ``p`` and the soft cap."""
+    (q, k, v), (of_mask, keep, p, softcap) = qkv, (*how, None, 0.0, 0.0)[:4]
     dtype = wide(q.dtype)
-    weights = _scores(q, k, mask, causal, scale).sub_(logsumexp[..., None]).exp_()
+    weights = _scores(q, k, mask, causal, scale, softcap).sub_(logsumexp[..., None]).exp_()
     wide_grad = grad.to(dtype)
     of_weights = _kept(wide_grad @ per_query_head(v, q).to(dtype).mT, keep, p)
     of_scores = (of_weights - (wide_grad * out.to(dtype)).sum(-1, keepdim=True)).mul_(weights)
-    grad_q = (of_scores @ per_query_head(k, q).to(dtype)).mul_(scale_of(q, scale))
-    grad_k = per_key_head(of_scores.mT @ q.to(dtype), k) * scale_of(q, scale)
-    grad_v = per_key_head(_kept(weights, keep, p).mT @ wide_grad, v)
     grad_mask = q.new_empty(0)
     if of_mask and mask is not None:
         grad_mask = of_scores.sum_to_size(*mask.shape).to(mask.dtype)
+    if softcap:
+        of_scores = of_scores * (1 - _products(q, k, scale, softcap).square_())
+    grad_q = (of_scores @ per_query_head(k, q).to(dtype)).mul_(scale_of(q, scale))
+    grad_k = per_key_head(of_scores.mT @ q.to(dtype), k) * scale_of(q, scale)
+    grad_v = per_key_head(_kept(weights, keep, p).mT @ wide_grad, v)
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), grad_mask
+
+
+def with_sinks(out: Tensor, logsumexp: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with a further logit ``sinks[h]`` of each query, whose weight is lost: ``out`` times
+    ``sigmoid(logsumexp - sinks)``. The gradients of queries, keys and values are those by the new result and logsumexp.
+    """
+    total = torch.logaddexp(logsumexp, sinks.to(logsumexp.dtype)[:, None])
+    return out * (logsumexp - total).exp_()[..., None].to(out.dtype), total
+
+
+def gradient_of_sinks(grad: Tensor, out: Tensor, logsumexp: Tensor, sinks: Tensor) -> Tensor:
+    """Of each query, the weight of its sink times what its gradient has of its result."""
+    dtype = logsumexp.dtype
+    weights = (sinks.to(dtype)[:, None] - logsumexp).exp_()
+    return (grad.to(dtype) * out.to(dtype)).sum(-1).mul_(weights).sum((0, 2)).neg_().to(sinks.dtype)
 
 
 def _kept(weights: Tensor, keep: Given, p: float) -> Tensor:

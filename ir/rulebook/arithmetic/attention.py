@@ -1,6 +1,6 @@
 """Scaled dot-product attention: batch, heads and query rows may be sharded; query heads may share key heads in groups.
 
-q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask -> out[b (h r) s v!], logsumexp[b (h r) s]
+q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask, sinks[h r] -> out[b (h r) s v!], logsumexp[b (h r) s]
 
 With a window, a rank's keys are those that its rows see, and their gradients come from the queries that see them:
 
@@ -31,18 +31,18 @@ aten = torch.ops.aten
 
 def forward(node: Node) -> Template | ShardingRule:
     """The forward: keys are replicated, or those that the rows see; queries may be sharded."""
-    form, seen = template(_words(node, "Q, b h t! e!, b h t! v!, M, , I -> O, L"), "2>0"), windows_of(node)
+    form, seen = template(_words(node, "Q, b h t! e!, b h t! v!, M, , I, S -> O, L"), "2>0"), windows_of(node)
     return form if seen is None else seeing(form(node), {"t": ("s", seen[0])})
 
 
 def backward(node: Node) -> Template | ShardingRule:
-    """The backward: linear in the gradient, and in values and result together; the gradients of keys and values (and of
-    a broadcast mask) are sums over the queries, or, in a window, over those that see the keys."""
-    seen, linear = windows_of(node), "0|3&4>0&1&3"
-    form = "O, Q, b h t!causal e!, b h t v!, O, L, M, , I -> Q, b h t e, b h t v, M"
+    """The backward: linear in the gradient, and in values and result together; the gradients of keys and values (of a
+    broadcast mask, and of sinks) are sums over the queries, or, in a window, over those that see the keys."""
+    seen, linear = windows_of(node), "0|3&4>0&1&3&4"
+    form = "O, Q, b h t!causal e!, b h t v!, O, L, M, , I, S -> Q, b h t e, b h t v, M, S"
     operands, results = _words(node, form).split("->")
     if seen is None:
-        return template(f"{operands}->{results}", linear)
+        return template(f"{operands}->{results}", linear, unread="t>4")
     rows = operands.replace(") s", ") u!").replace("b s", "b u!")
     made = template(f"{rows}->{results.replace('h t', 'h s')}", linear)
     return seeing(made(node), {"t": ("s", seen[0]), "u": ("s", seen[1])})
@@ -64,11 +64,11 @@ def _words(node: Node, form: str) -> str:
     are not."""
     heads, own = "(h r)" if draw_slot(node) is None else "(h r!)", "" if has_argument(node.op, "box") else "!is_causal"
     tensors = {"Q": f"b {heads} s{own} e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
-    tensors["I"] = "b s, b t"
+    tensors |= {"I": "b s, b t", "S": heads}
     for letter, dims in tensors.items():
         form = form.replace(letter, dims)
     if not has_argument(node.op, "seed"):
-        form = form.replace(", , b s, b t ->", " ->").replace("!causal", "!is_causal")
+        form = form.replace(f", , b s, b t, {heads} ->", " ->").replace("!causal", "!is_causal")
     if argument(node, "window"):
         form = form.replace("!causal", "!")
     return form
