@@ -29,6 +29,7 @@ QUERIES, KEYS = 2 * 4096, 2 * 1024
 FORMULAS: dict[str, Callable[[int, int], float]] = {
     "gather": lambda ranks, rows: (ranks - 1) * rows * 6 * KEYS,
     "all-to-all": lambda ranks, rows: (ranks - 1) / ranks * rows * 4 * (QUERIES + KEYS * max(ranks // 8, 1)),
+    "ring": lambda ranks, rows: (ranks - 1) * rows * 6 * KEYS,
     "window": lambda ranks, rows: WINDOW * (3 * QUERIES + 2 * KEYS),
 }
 """Bytes of one attention, forward and backward, by the rows of a rank."""
@@ -64,9 +65,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of a rank")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--cp", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--how", nargs="+", default=[], help="some strategies alone")
     args = parser.parse_args()
     print(f"{'how':12}{'cp':>4}{'sent, MB':>10}{'formula':>10}{'peak, GB':>10}{'plan, s':>9}")
     for how, formula in FORMULAS.items():
+        if args.how and how not in args.how:
+            continue
         for ranks in args.cp:
             begun = time.perf_counter()
             pm = planned(how, ranks, args.tokens, args.layers)

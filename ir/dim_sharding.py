@@ -36,7 +36,7 @@ class Window:
     """The rows of one dim that row o of another dim, of ``size`` rows, depends on.
 
     They are ``(step * o + low) // per`` to ``(step * o + high) // per``, as far as there are such rows; of a dim that
-    is flipped the step is -1.
+    is flipped the step is -1. If it ``wraps``, the first row comes behind the last one.
     """
 
     size: int
@@ -44,6 +44,7 @@ class Window:
     per: int
     low: int
     high: int
+    wraps: bool = False
 
     def __post_init__(self) -> None:
         if self.size < 0 or self.per < 1:
@@ -55,10 +56,14 @@ class Window:
         return (min(ends) + self.low) // self.per, (max(ends) + self.high) // self.per
 
     def rows(self, start: int, length: int, full: int) -> tuple[int, int]:
-        """Start and length of these rows, clamped to a dim of ``full`` rows: one row at least, if any is made."""
+        """Start and length of these rows, clamped to a dim of ``full`` rows: one row at least, if any is made. Rows on
+        both sides of the seam of a dim that wraps are no one range: then all."""
         if length == 0 or full == 0:
             return 0, 0
         first, last = self.reach(start, length)
+        if self.wraps:
+            begin, count = first % full, last - first + 1
+            return (begin, count) if begin + count <= full else (0, full)
         first = max(min(first, full - 1), 0)
         return first, max(min(last, full - 1), first) - first + 1
 
@@ -68,11 +73,11 @@ class Window:
         lost = 0 if self.step in (0, 1) else outer.per - 1
         low, high = sorted((self.step * (outer.low - lost), self.step * outer.high))
         low, high = low + self.low * outer.per, high + self.high * outer.per
-        return Window(outer.size, self.step * outer.step, self.per * outer.per, low, high)
+        return Window(outer.size, self.step * outer.step, self.per * outer.per, low, high, self.wraps)
 
     def __str__(self) -> str:
-        """``2o-1 to 2o+1``, or ``(o+1)/2 to (o+2)/2``."""
-        return f"{self._row(self.low)} to {self._row(self.high)}"
+        """``2o-1 to 2o+1``, or ``(o+1)/2 to (o+2)/2``; ``o-1 to o-1 wrapped``."""
+        return f"{self._row(self.low)} to {self._row(self.high)}{' wrapped' if self.wraps else ''}"
 
     def _row(self, more: int) -> str:
         times = {1: "", -1: "-"}.get(self.step, self.step)

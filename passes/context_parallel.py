@@ -9,7 +9,8 @@ it changes: what is sharded by rows there becomes sharded by heads in front of i
 
 - gather: keys and values of all rows (Llama 3, https://arxiv.org/abs/2407.21783)
 - all-to-all: DeepSpeed-Ulysses (https://arxiv.org/abs/2309.14509); more ranks than key heads have copies of them
-- 2d: heads over the last axis, rows over the others (USP, https://arxiv.org/abs/2405.07719)
+- ring: keys and values of one rank after another (:mod:`.ring_attention`, https://arxiv.org/abs/2310.01889)
+- 2d: heads over the last axis, rows over the others, as a ring (USP, https://arxiv.org/abs/2405.07719)
 """
 
 from __future__ import annotations
@@ -18,33 +19,45 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from shardfx.ir.cost.flops import flops_of
-from shardfx.ir.dim_sharding import REPLICATED, DimSharding, smallest, without
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, Window, compound, smallest, without
 from shardfx.ir.errors import Error, ShardfxWarning, did_you_mean
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value, factors_text
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.context.attention_steps import attention_step
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.reasons import ByValue, ShardingDecision
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rulebook.arithmetic.attention import windows_of
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
-from shardfx.ir.spec import TensorType
+from shardfx.ir.spec import Spec, TensorType
 
 from .base import COMM_EXPLICIT, SHARDED, Pass, PassContext
 from .memory.recompute import Recomputation
+from .ring_attention import RingSteps, stripes_of
 
 aten = torch.ops.aten
 
 CONTEXT = "context: "
-GATHERED = "gathered, where an attention has no window of at most half the sequence"
-HOW = ("auto", "gather", "all-to-all", "window", "2d")
+GATHERED = {
+    "window": "gathered, where an attention has no window of at most half the sequence",
+    "ring": "gathered, where rows are not shared out equally, or an attention has a dense mask or dropout",
+}
+"""Why keys are gathered where another strategy is asked for."""
+RINGS = ("ring", "2d")
+"""Strategies by which rows may be in stripes."""
+FEWEST_ROWS = 128
+"""The rows of a stripe on one rank, where their number is not asked for."""
+FETCHED = {attention: comm.all_gather, attention_step: comm.halo}
+"""The communication that brings keys of other ranks."""
+HOW = ("auto", "gather", "all-to-all", "ring", "window", "2d")
 
 
 @dataclass(frozen=True)
@@ -57,10 +70,14 @@ class Context:
         axis: the mesh axis over which the sequence is sharded; several, major first, as ``"rows heads"``.
         how: the strategy. ``"gather"``: keys and values of all rows on each rank, gathered again for the backward.
             ``"all-to-all"``: heads sharded within attention, rows outside; where ranks are more than key heads, each
-            has a copy of one. ``"2d"``: heads over the last of several axes, rows over the others, whose keys are
-            gathered. ``"window"``: rows, and a halo of the keys that they see in a sliding window of at most half the
-            sequence. ``"auto"``: the one of the fewest predicted seconds that does not gather the keys of all rows;
-            gather where nothing else works.
+            has a copy of one. ``"ring"``: the keys and values of one rank after another. ``"2d"``: heads over the last
+            of several axes, rows over the others, as a ring. ``"window"``: rows, and a halo of the keys that they see
+            in a sliding window of at most half the sequence. ``"auto"``: the one of the fewest predicted seconds that
+            does not gather the keys of all rows; gather where nothing else works.
+        stripes: of ``"ring"`` and ``"2d"`` with a causal mask, the number of stripes of rows of which a rank has a part
+            each (Striped Attention, https://arxiv.org/abs/2311.09431): the busiest rank has ``1 + 1 / stripes`` times
+            the mean of the work, and of 1, plain sharding, twice. 0: up to 16 of 128 rows or more a rank. Under
+            ``torchrun`` ranks then pass the global batch, for their rows are stripes of it.
 
     Example::
 
@@ -69,6 +86,7 @@ class Context:
 
     axis: str
     how: str = "auto"
+    stripes: int = 0
 
     def __post_init__(self) -> None:
         where = f"Context({self.axis!r}, how={self.how!r})"
@@ -79,6 +97,9 @@ class Context:
             remedy = did_you_mean(str(self.how), HOW, "see help(sx.Context)")
             what = "a Context of an unknown strategy"
             raise Error(what, where=where, expected=f"how one of {', '.join(HOW)}", got=repr(self.how), remedy=remedy)
+        if self.stripes < 0 or (self.stripes > 1 and self.how not in RINGS):
+            expected = f"stripes of {' or '.join(RINGS)}, 1 or more; 0 chooses"
+            raise Error("a Context has no such stripes", where=where, expected=expected, got=self.stripes)
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -88,12 +109,13 @@ class Context:
     @property
     def text(self) -> str:
         """As a saved plan has it."""
-        return f"{CONTEXT}{self.axis}; {self.how}"
+        return f"{CONTEXT}{self.axis}; {self.how}" + (f"; {self.stripes}" if self.stripes else "")
 
     @staticmethod
     def of_text(text: str) -> Context | None:
         """Read :attr:`text`; None if it is that of something else."""
-        return Context(*text.removeprefix(CONTEXT).split("; ")) if text.startswith(CONTEXT) else None
+        axis, how, *stripes = text.removeprefix(CONTEXT).split("; ") if text.startswith(CONTEXT) else ("", "")
+        return Context(axis, how, *map(int, stripes)) if axis else None
 
 
 @dataclass(frozen=True)
@@ -133,12 +155,17 @@ class ContextParallel(Pass):
         for each in found:
             each.place()
             graph.reasons.later(each.explain)
+        rewriter = Rewriter(graph, context.rules)
+        for each in found:
+            if each.ring:
+                each.in_steps(rewriter)
+        rewriter.apply()
         for text, hint in hints.items():
             made = dict.fromkeys(each.text for each in found if chosen[each.node][0] == text)
             said = ", ".join(made) or "none, for rows are fewer than its ranks"
             graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {said}")
-            if hint.how == "window" and "gather" in made:
-                warnings.warn(f"{graph.notes[-1]}; {GATHERED}", ShardfxWarning, stacklevel=2)
+            if hint.how in GATHERED and "gather" in made:
+                warnings.warn(f"{graph.notes[-1]}; {GATHERED[hint.how]}", ShardfxWarning, stacklevel=2)
         graph.rename()
         return bool(found)
 
@@ -155,11 +182,30 @@ class RematerializeKeys(Pass):
 
     def run(self, graph: Graph, context: PassContext) -> bool:
         named = [text for text, each in context.specs.items() if isinstance(each, Context)]
-        calls = (node for node in graph.nodes if node.op is attention and node.phase is Phase.FORWARD)
+        calls = (node for node in graph.nodes if node.op in FETCHED and node.phase is Phase.FORWARD)
         calls = (node for node in calls if any(_is_within(node.where.module, text) for text in named))
-        keys = {value for node in calls for value in node.operands[1:3]}
-        gathered = {value for value in keys if value.node is not None and value.node.op is comm.all_gather}
+        keys = ((value, FETCHED[node.op]) for node in calls for value in node.operands[1:3])
+        gathered = {value for value, op in keys if value.node is not None and value.node.op is op}
         return Recomputation(graph, gathered.__contains__).run()
+
+
+def in_stripes(graph: Graph, shape: Sequence[int], spec: Spec, specs: Mapping[str, Any]) -> Spec:
+    """The sharding of an input's sequence in stripes, where a :class:`Context` asks for a ring of causal attention."""
+    for text, hint in specs.items():
+        if not isinstance(hint, Context) or hint.how not in RINGS:
+            continue
+        calls = (node for node in graph.nodes if node.op is attention and _is_within(node.where.module, text))
+        if not any(argument(node, "causal") and not argument(node, "window") for node in calls):
+            continue
+        for dim, (size, sharding) in enumerate(zip(shape, spec.dims, strict=True)):
+            if sharding.parts or not {*hint.axes} <= {*sharding.axes}:
+                continue
+            ranks = graph.mesh.extent(sharding.axes)
+            asked = [hint.stripes] if hint.stripes else [n for n in (16, 8, 4, 2) if size >= n * ranks * FEWEST_ROWS]
+            stripes = next((n for n in asked if size % (n * ranks) == 0), 1)
+            parts = [Part(stripes), Part(size // stripes, sharding.axes)]
+            spec = spec.with_dim(dim, compound(parts, graph.mesh) if stripes > 1 else sharding)
+    return spec
 
 
 def _is_within(module: str, text: str) -> bool:
@@ -202,6 +248,7 @@ class _Attention:
         self.nodes = list(dict.fromkeys([node, *(user for user in behind if user.op is attention_backward)]))
         self.shardings = {each: factor_shardings(self.cache.rule(each), each, self.mesh) for each in self.nodes}
         self.heads: tuple[str, ...] = ()
+        self.ring = False
         unknown = [axis for axis in hint.axes if axis not in self.mesh.names]
         if unknown:
             remedy = did_you_mean(unknown[0], self.mesh.names)
@@ -244,14 +291,13 @@ class _Attention:
             expected = "two mesh axes or more: heads over the last, rows over the others"
             remedy = 'name two: sx.Context("rows heads", how="2d"), with the sequence sharded as "-, rows heads"'
             raise self._error("a 2d strategy of one axis", expected, f"the axis {self.hint.axis!r}", remedy)
-        seen = windows_of(self.nodes[0])
         if how == "auto":
-            options = [self.by_heads[start:] for start in range(len(self.by_heads))]
-            options = [each for each in options if self._times(each)]
-            options += [()] if seen is not None else []
+            options = [self.by_heads[start:] for start in range(len(self.by_heads) + 1)]
+            options = [each for each in options if self._times(each) and not self._gathers(each)]
             self.heads = min(options, key=self._seconds, default=())
-        elif how not in ("gather", "window"):
+        elif how not in ("gather", "window", "ring"):
             self.heads = axes if how == "all-to-all" else axes[-1:]
+        self.ring = how not in ("gather", "window") and self._is_ring(self.heads)
         times = self._times(self.heads)
         if not times:
             heads, ranks = self._heads, self.mesh.extent(self._head_axes(self.heads))
@@ -268,6 +314,12 @@ class _Attention:
         for node in self.nodes:
             self._write(node, self.cache.strategy(self.cache.rule(node), self._sharded(node, self.heads)))
 
+    def in_steps(self, rewriter: Rewriter) -> None:
+        """Convert the nodes into the steps of a ring."""
+        shardings = {node: self._sharded(node, self.heads) for node in self.nodes}
+        by = f"a ring over {' '.join(self._rows_left(self.heads).axes)}, by the hint {self.by!r}"
+        RingSteps(rewriter, self.cache, self.mesh, self._rows_left(self.heads), shardings, by).convert(*self.nodes)
+
     def explain(self, decisions: ByValue) -> None:
         """Write the hint as the reason of the heads' shardings."""
         heads = {*self.heads}
@@ -282,6 +334,9 @@ class _Attention:
     @property
     def text(self) -> str:
         """What was chosen, in the words of :class:`Context`."""
+        if self.ring:
+            stripes = stripes_of(self.node, self._rows_left(self.heads), self.mesh)
+            return f"{'2d' if self.heads else 'ring'}{f', {stripes} stripes' if stripes > 1 else ''}"
         if not self.heads:
             return "window" if windows_of(self.node) is not None else "gather"
         return "all-to-all" if self.heads == self.hint.axes else "2d"
@@ -300,6 +355,21 @@ class _Attention:
         times = ranks // math.gcd(groups, ranks) if heads else 1
         return 0 if times > 1 and self._heads % (groups * times) else times
 
+    def _rows_left(self, heads: Sequence[str]) -> DimSharding:
+        """The sharding of rows, beside that of heads."""
+        return self._sharded(self.nodes[0], heads).get("s", REPLICATED)
+
+    def _is_ring(self, heads: Sequence[str]) -> bool:
+        """Whether keys come in steps: there are rows left, and no window whose halo is less."""
+        rows = self._rows_left(heads)
+        few = windows_of(self.nodes[0]) is not None and self.hint.how != "ring"
+        return bool({*rows.axes} & {*self.hint.axes}) and not few and stripes_of(self.nodes[0], rows, self.mesh) > 0
+
+    def _gathers(self, heads: Sequence[str]) -> bool:
+        """Whether the keys of all rows are gathered."""
+        rows = {*self._rows_left(heads).axes} & {*self.hint.axes}
+        return bool(rows) and not self._is_ring(heads) and windows_of(self.nodes[0]) is None
+
     def _sharded(self, node: Node, heads: Sequence[str]) -> dict[str, DimSharding]:
         """The shardings of a node's factors, with these axes on the heads and the others on the rows."""
         made, rows = dict(self.shardings[node]), self.rows
@@ -315,25 +385,40 @@ class _Attention:
     def _seconds(self, heads: Sequence[str]) -> float:
         """The predicted time of all calls, with these axes on the heads: of their communication, and of their FLOPs on
         the busiest rank. Of causal rows the last rank sees all keys, and the first one only its own."""
-        rows = self.mesh.extent([axis for axis in self.hint.axes if axis not in heads])
+        rows, keys, ring = self._rows_left(heads), self.nodes[0].operands[1:3], self._is_ring(heads)
         causal = argument(self.nodes[0], "causal") and not argument(self.nodes[0], "window")
-        total, times, keys = 0.0, self._times(heads), self.nodes[0].operands[1:3]
+        ranks, stripes = self.mesh.extent(rows.axes), max(stripes_of(self.nodes[0], rows, self.mesh), 1)
+        total, times = 0.0, self._times(heads)
         for node in self.nodes:
             made = self.cache.strategy(self.cache.rule(node), self._sharded(node, heads))
             flops = flops_of(node) / self.mesh.extent([axis for _, axes in made.shardings for axis in axes])
             rate = self.machine.rate(node.operands[0].type.dtype)
-            total += flops * ((1 - 0.5 / rows) if causal else 1) / rate
+            total += flops * ((1 + (1 - 1 / ranks) / stripes) / 2 if causal else 1) / rate
             for value, need in zip(node.operands, made.operands, strict=True):
                 if value.spec is not None and value.node not in self.nodes:
-                    many = times if value in keys else 1
-                    total += many * self.planner.seconds(value.type, value.spec, need)
+                    if ring and value in keys:
+                        total += times * self._ring_seconds(value, need.with_dim(2, rows), node is not self.nodes[0])
+                        need = need.with_dim(2, rows)
+                    total += (times if value in keys else 1) * self.planner.seconds(value.type, value.spec, need)
             for value, gives in zip(node.outs, made.results, strict=True):
-                many = times if node is not self.nodes[0] and value.index in (1, 2) else 1
+                copied = node is not self.nodes[0] and value.index in (1, 2)
+                if ring and copied:
+                    gives = Spec(gives.dims, tuple(each for each in gives.partial if each[0] not in rows.axes))
+                    gives = gives.with_dim(2, rows)
                 for user in self.users[value]:
                     if user.strategy is not None and user not in self.nodes:
                         need = user.strategy.operands[user.operands.index(value)]
-                        total += many * self.planner.seconds(value.type, gives, need)
+                        total += (times if copied else 1) * self.planner.seconds(value.type, gives, need)
         return total
+
+    def _ring_seconds(self, value: Value, spec: Spec, backward: bool) -> float:
+        """The predicted time in which keys come from all ranks of a ring; in the backward their gradients go back."""
+        rows, size = spec.dims[2], value.shape[2]
+        ranks = self.mesh.extent(rows.axes)
+        each = size // ranks
+        moved = spec.with_dim(2, DimSharding(rows.axes, rows=Window(ranks, each, 1, -each, -1, wraps=True)))
+        plain = spec.with_dim(2, DimSharding(rows.axes))
+        return (ranks - 1) * (1 + backward) * self.planner.seconds(value.type, plain, moved)
 
     def _repeat(self, times: int, rewriter: Rewriter) -> None:
         """Repeat each key head, and sum the gradients of its copies."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardfx.ir.ops.context.attention_steps import attention_step, attention_step_backward, rotate
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.oracle.instance import Instance, instance
 from tests.op_calls import b, f, i, others
@@ -136,6 +137,24 @@ def own_attentions() -> Iterator[Instance]:
         yield back
 
 
+def attention_steps() -> Iterator[Instance]:
+    """Steps of a ring of four blocks, of one stripe and of two: the first, one of another block, the last."""
+    for stripes, causal, window, ids in ((1, True, [], None), (2, True, [], None), (1, True, [3, 0], i(2, 2, 1, 4, 2))):
+        q, k, v = f(2, 4, stripes, 4, 2, 4), f(2, 2, stripes, 4, 2, 4), f(2, 2, stripes, 4, 2, 3)
+        how = (None, causal, None, 0.0, None, 0, [], window, ids, ids)
+        made = instance(attention_step, (q, k, v, *how))
+        yield made
+        for shift in (1, 3):
+            sofar = dict(zip(("out", "logsumexp"), made.results, strict=True))
+            made = instance(attention_step, (q, k, v, *how), {**sofar, "shift": shift, "last": shift == 3})
+            yield made
+        args = (f(2, 4, stripes, 4, 2, 3), q, k, v, *made.results, *how[:3], False, *how[3:])
+        for shift in (0, 2):
+            yield instance(attention_step_backward, args, {"shift": shift})
+    yield instance(rotate, (f(2, 4, 3), 1, 1))
+    yield instance(rotate, (f(2, 5), 1, -2))
+
+
 def losses() -> Iterator[Instance]:
     for shape, op, back in (
         ((5, 6), aten.nll_loss_forward.default, aten.nll_loss_backward.default),
@@ -157,7 +176,7 @@ def losses() -> Iterator[Instance]:
 def picked() -> list[Instance]:
     """All hand-picked instances."""
     torch.manual_seed(0)
-    found = [*convolutions(), *norms(), *attentions(), *own_attentions(), *losses()]
+    found = [*convolutions(), *norms(), *attentions(), *own_attentions(), *attention_steps(), *losses()]
     for op, *args in others():
         kwargs = args.pop() if args and isinstance(args[-1], dict) else {}
         found.append(instance(op, args, kwargs))

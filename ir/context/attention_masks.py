@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from shardfx.ir.ops.context.attention_steps import step_pairs
 from shardfx.ir.ops.context.window_tiles import seen_pairs
 from shardfx.ir.ops.fused_attention import attention
 from shardfx.ir.ops.traits import positional, with_defaults
@@ -70,6 +71,19 @@ def count_of_seen(op: Any, count: Callable[..., Any]) -> Callable[..., Any]:
             return every
         seen = seen_pairs(shape, bound["causal"], bound["window"], bound["box"], bound.get("rows", ()))
         return every * seen // pairs
+
+    return counted
+
+
+def count_of_step(op: Any) -> Callable[..., Any]:
+    """The FLOPs of a step of ring attention, of the pairs that it sees: two products forward, five backward."""
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        bound = with_defaults(op, args, kwargs)
+        (batch, heads, *_, width), last = bound["q"].shape, bound["v"].shape[-1]
+        pairs = step_pairs(bound["q"], bound["causal"], bound["window"], bound["shift"], bound["place"])
+        products = 3 * width + 2 * last if "grad" in bound else width + last
+        return 2 * batch * heads * pairs * products
 
     return counted
 

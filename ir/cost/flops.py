@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from shardfx.ir.context.attention_masks import count_of_seen
+from shardfx.ir.context.attention_masks import count_of_seen, count_of_step
 from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
+from shardfx.ir.ops.context.attention_steps import attention_step, attention_step_backward
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.loop.loop_ops import addmm
 from shardfx.ir.spec import Spec
@@ -49,6 +50,8 @@ def _add_product(total: Any, a: Any, b: Any, *, out_val: Any = None, **kwargs: A
 FLOPS: dict[Any, Callable[..., Any]] = {
     attention: count_of_seen(attention, _attention),
     attention_backward: count_of_seen(attention_backward, _attention_backward),
+    attention_step: count_of_step(attention_step),
+    attention_step_backward: count_of_step(attention_step_backward),
     grouped_mm: _grouped_mm,
     grouped_outer: _grouped_outer,
     addmm: _add_product,

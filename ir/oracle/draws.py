@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.context.attention_steps import ATTENTION
 from shardfx.ir.rulebook.dims import argument
 
 from .instance import UNCHECKED, Instance, bind, is_float, numbers, runs
@@ -95,7 +95,7 @@ def not_finite(of: Instance) -> Iterator[Instance]:
     """An instance with one infinity or NaN in one of its operands: a rank's version may multiply by zero what the op
     leaves out, or add up elements that it ignores. What attention does with keys that are not seen, its kernels decide
     by tiles."""
-    if of.node.op in (attention, attention_backward) and (argument(of.node, "causal") or argument(of.node, "window")):
+    if of.node.op in ATTENTION and (argument(of.node, "causal") or argument(of.node, "window")):
         return
     for i, tensor in enumerate(of.tensors):
         for number, at in zip((math.inf, math.nan, -math.inf), (0.5, 1.0, 0.0), strict=True):

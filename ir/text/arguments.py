@@ -200,14 +200,15 @@ def _rows_of_dim(line: TextLine) -> tuple[int, Window]:
 
 
 def _window(line: TextLine, size: int) -> Window:
-    """``by 2o-1 to 2o+1``."""
+    """``by 2o-1 to 2o+1``, or ``by o-1 to o-1 wrapped``."""
     line.expect("by")
     step, low, per = _row(line)
     line.expect("to")
     other_step, high, other_per = _row(line)
     if (step, per) != (other_step, other_per):
         line.fail("a first and a last row that go on alike, such as 2o-1 to 2o+1")
-    return checked(line, lambda: Window(size, step, per, low, high))
+    wraps = line.accept("wrapped")
+    return checked(line, lambda: Window(size, step, per, low, high, wraps))
 
 
 def _row(line: TextLine) -> tuple[int, int, int]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from shardfx.ir.graph import Graph, Node, Phase, Value
+from shardfx.ir.ops.context.attention_steps import attention_step
 from shardfx.ir.ops.sends import is_comm, sends
 from shardfx.ir.ops.traits import is_view, narrows
 from shardfx.passes.base import COMM_EXPLICIT, Pass, PassContext
@@ -89,12 +90,13 @@ class _Places:
 
     def _find_fetches(self) -> set[Node]:
         """The transfers of inputs (stored parameters and others; for the backward also what the forward made), and the
-        views and casts to fewer bits before and behind them."""
+        views and casts to fewer bits before and behind them; and the keys for a step of a ring."""
         found: set[Node] = set()
         for node in self.graph.nodes:
             late = node.phase is not Phase.FORWARD
             there = all(made in found or (made.phase is Phase.FORWARD and late) for made in _makers(node))
-            if there and (is_comm(node) or is_view(node) or narrows(node)):
+            step = is_comm(node) and {user.op for value in node.outs for user in self.users[value]} == {attention_step}
+            if step or (there and (is_comm(node) or is_view(node) or narrows(node))):
                 found.add(node)
         return found
 

@@ -26,7 +26,7 @@ from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, Pass, PassContext, RuleCache
-from shardfx.passes.context_parallel import Context
+from shardfx.passes.context_parallel import Context, in_stripes
 
 from .op_hints import pin_nodes
 from .seeds import BY_PASS, as_used, data_axes
@@ -44,8 +44,11 @@ class BindHints(Pass):
 
     def run(self, graph: Graph, context: PassContext) -> bool:
         bound = named_values(graph, context)
+        data = {inp.value for inp in graph.inputs if inp.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
         for value, (spec, name) in bound.items():
-            value.hint, value.hinted_by = spec, name
+            plain = value in data and isinstance(context.specs[name], str)
+            value.hint = in_stripes(graph, value.shape, spec, context.specs) if plain else spec
+            value.hinted_by = name
         parameters = [inp.value for inp in graph.of_kind(InputKind.PARAMETER) if inp.value in bound]
         exact = {value for value in parameters if isinstance(context.specs[bound[value][1]], Spec)}
         store(graph, parameters, context, exact)

@@ -20,6 +20,7 @@ from shardfx.ir.capture.frontend.dynamo import users_hooks
 from shardfx.ir.capture.frontend.model_preparation import refuse_hook
 from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.capture.trace import Captured
+from shardfx.ir.dim_sharding import is_strided
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, InputKind, OutputKind
 from shardfx.ir.spec import TensorType
@@ -331,6 +332,13 @@ def _passing_of(step: ProgramRunner, inp: Input, tensor: torch.Tensor) -> Passed
     shape = tuple(tensor.shape)
     if shape not in step.local_shapes(inp):
         return Passed.WHOLE  # perhaps that of another form
+    if shape != inp.value.shape and inp.value.spec is not None and any(map(is_strided, inp.value.spec.dims)):
+        raise Error(
+            f"a rank passes a part of {inp.name}, whose rows are sharded in stripes",
+            expected=f"the global batch, {list(inp.value.shape)}",
+            got=list(shape),
+            remedy="pass that; or shard the sequence plainly, with Context(..., stripes=1)",
+        )
     return Passed.EITHER if shape == inp.value.shape else Passed.PART
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardfx as sx
+from shardfx.ir.ops.context.attention_steps import ATTENTION
 from tests.collective_counts import count_collectives
 from tests.reference import check_step
 
@@ -63,8 +64,7 @@ def plan(mesh: sx.Mesh, specs: Sharded, x: Tensor, **options: Any) -> tuple[sx.P
 
 def strategy_of(pm: sx.ParallelModule) -> set[str]:
     """The strategies of all attention calls, forward and backward."""
-    ops = (torch.ops.shardfx.attention.default, torch.ops.shardfx.attention_backward.default)
-    made = [node.strategy for node in pm.planned.nodes if node.op in ops]
+    made = [node.strategy for node in pm.planned.nodes if node.op in ATTENTION]
     return {" ".join(sorted(f"{factor}{{{' '.join(axes)}}}" for factor, axes in each.shardings)) for each in made}
 
 
@@ -90,12 +90,25 @@ CASES: dict[str, tuple[sx.Mesh, Sharded, str, int]] = {
         13,
     ),
     "uneven rows": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, "h{cp}", 13),
-    "2d": (sx.Mesh(r=2, u=2), {"args.0": "-, r u, -", "layers.*": sx.Context("r u", "2d")}, "h{u} s{r}", 12),
-    "auto": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "**": sx.Context("cp")}, "h{cp}", 12),
-    "auto, three ranks": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp")}, "s{cp}", 12),
+    "2d": (sx.Mesh(r=2, u=2), {"args.0": "-, r u, -", "layers.*": sx.Context("r u", "2d")}, "h{u} p{r}", 12),
+    "2d, uneven rows": (
+        sx.Mesh(r=2, u=2),
+        {"args.0": "-, r u, -", "layers.*": sx.Context("r u", "2d")},
+        "h{u} s{r}",
+        13,
+    ),
+    "ring": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring")}, "p{cp}", 12),
+    "ring, stripes": (
+        sx.Mesh(dp=2, tp=2, cp=2),
+        {"args.0": "dp, cp, -", "layers.*": sx.Context("cp", "ring", stripes=3), **TP},
+        "b{dp} h{tp} p{cp}",
+        12,
+    ),
+    "auto": (sx.Mesh(cp=2), {"args.0": "-, cp, -", "**": sx.Context("cp")}, "p{cp}", 12),
+    "auto, three ranks": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp")}, "p{cp}", 12),
     "dp, tp, zero, recompute": (
         sx.Mesh(dp=2, tp=2, cp=2),
-        {"args.0": "dp, cp, -", "layers.*": sx.Context("cp"), **TP},
+        {"args.0": "dp, cp, -", "layers.*": sx.Context("cp", "all-to-all"), **TP},
         "b{dp} h{tp cp}",
         12,
     ),
@@ -127,6 +140,10 @@ def test_all_to_all_sends_its_share_of_heads_whatever_the_ranks() -> None:
 
 
 def test_a_saved_plan_has_its_contexts(tmp_path: Path) -> None:
+    ring, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring", stripes=3)}, rows_of())
+    known = sx.Plan.load(ring.plan.save(tmp_path / "ring.json"))
+    again, _ = plan(known.mesh, known.specs, rows_of())
+    assert not known.differences(again.planned) and "(3 4{cp})" in str(again.planned)
     specs = {"args.0": "-, cp, -", "layers.*": sx.Context("cp", how="all-to-all")}
     pm, _ = plan(sx.Mesh(cp=2), specs, rows_of())
     known = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
@@ -153,13 +170,14 @@ def test_a_window_that_is_none_is_gathered_with_a_warning() -> None:
 
 
 def test_heads_are_explained_by_the_context() -> None:
-    pm, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp")}, rows_of())
+    pm, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, rows_of())
     node = next(node for node in pm.planned.nodes if node.op is torch.ops.shardfx.attention.default)
     assert "the hint 'layers.*'" in str(pm.explain(node.outs[0].name))
 
 
 BAD: dict[str, tuple[Any, str]] = {
     "unknown how": (lambda: sx.Context("cp", how="rings"), "expected: how one of auto, gather"),
+    "stripes of no ring": (lambda: sx.Context("cp", stripes=2), "stripes of ring or 2d"),
     "no name": (lambda: sx.Context(""), "the name of a mesh axis"),
     "another axis": (lambda: {"layers.*": sx.Context("up")}, "mesh axis 'up' is unknown"),
     "an axis of the batch": (lambda: {"layers.*": sx.Context("dp")}, "'dp' shards no sequence here"),

@@ -56,6 +56,10 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2)).mean(1)
 
 
+CONTEXTS = {"heads": "all-to-all", "query rows": "gather", "ring": "ring"}
+"""The strategies of attention, by the plan."""
+
+
 @cache
 def plan(name: str) -> sx.ParallelModule:
     """A small plan that has what is damaged."""
@@ -74,9 +78,9 @@ def plan(name: str) -> sx.ParallelModule:
     elif name == "rows":
         mesh, model, x = sx.Mesh(h=2), Image().double(), torch.randn(2, 2, 16, 6, dtype=F64)
         y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, -, h, -"}}
-    elif name in ("heads", "query rows"):
+    elif name in CONTEXTS:
         mesh, model, x = sx.Mesh(cp=4), Attention().double(), torch.randn(2, 8, 8, dtype=F64)
-        how = "all-to-all" if name == "heads" else "gather"
+        how = CONTEXTS[name]
         y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, cp, -", "": sx.Context("cp", how)}}
     hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, **given)
     return sx.parallelize(model, mesh, hints, virtual=True)
@@ -113,6 +117,22 @@ def further(rows: Any) -> Any:
     return [further(rows[0]), *rows[1:]] if isinstance(rows[0], list) else [each - 1 for each in rows]
 
 
+further_block = put(0, lambda place: [place[0], (place[1] + 1) % place[0], *place[2:]])
+"""A rank's first block is the next one's."""
+
+
+def first_step(result: fx.Node) -> fx.Node:
+    """The result of the first step, or its logsumexp."""
+    while len(result.args) == 1:
+        result = result.args[0]
+    step, which = result.args
+    while "out" in step.kwargs:
+        step = step.kwargs["out"]
+        while len(step.args) < 3:
+            step = step.args[0]
+    return next(user for user in step.users if user.args[1:] == (which,))
+
+
 def exchanged_states(run: Any) -> Any:
     """The second and the third list of a fused kernel's call stand in each other's place."""
     head, first, second, rest = run[-1].split("], [", 3)
@@ -121,6 +141,7 @@ def exchanged_states(run: Any) -> Any:
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 FLASH_BACKWARD = "aten._scaled_dot_product_flash_attention_for_cpu_backward.default"
+STEP, STEP_BACKWARD = "shardfx.attention_step", "shardfx.attention_step_backward"
 FIRST_ROW = put(0, lambda box: [*box[:2], box[2] + 1, *box[3:]])
 DAMAGES: dict[str, Damage] = {
     "a place where another one lies": Damage("arena", "memory.slot", put(1, lambda at: 0), 6),
@@ -164,6 +185,12 @@ DAMAGES: dict[str, Damage] = {
         "query rows", "shardfx.attention", put(0, lambda box: [*box[:2], 0, *box[3:]]), keyword="box"
     ),
     "rows attend without a mask": Damage("query rows", "shardfx.attention", put(4, lambda causal: not causal)),
+    "a step sees keys of another block": Damage("ring", STEP, put(0, lambda shift: shift - 1), keyword="shift"),
+    "a step of another rank's queries": Damage("ring", STEP, further_block, keyword="place"),
+    "a step that sees the future": Damage("ring", STEP, put(4, lambda causal: not causal)),
+    "a step joined with the first one alone": Damage("ring", STEP, put(0, first_step), keyword="out"),
+    "steps without rescaling": Damage("ring", STEP, put(0, first_step), keyword="logsumexp"),
+    "gradients of keys of another block": Damage("ring", STEP_BACKWARD, further_block, keyword="place"),
     "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),
 }
 """What may be wrong with what only some plans have."""

@@ -31,6 +31,7 @@ from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justif
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
 
+from .attention_steps import AttentionSteps
 from .head_copies import HeadCopies, Types
 
 aten = torch.ops.aten
@@ -72,6 +73,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         self._copies = HeadCopies(self.types, self._seen_as)
+        self._steps = AttentionSteps(self.types, self._reshaped, self.apply, self._make)
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
@@ -92,21 +94,29 @@ class Terms:
         operands = [term(v) for v in node.operands]
         types = [None if v is None else v.type for v in node.results]
         if is_sum(node):
-            parts = tuple(sorted(part for t in operands for part in self._sums.get(t, (t,))))
+            parts = self._steps.total((part for t in operands for part in self._sums.get(t, (t,))), node)
+            if len(parts) == 1:
+                return parts
             made = self._make(("sum", parts, types[0]), types, node)
             self._sums[made[0]] = parts  # type: ignore[index]
             return made
         if gives_back(node):
             return (operands[0],)
         if op in RESHAPED:  # in how many steps, and how the shape was written, does not matter
-            base = self._seen_as.get(operands[0], operands[0])
-            same = self.types[base] == node.outs[0].type
-            made = (base,) if same else self._make(("reshape", base, types[0]), types, node)
-            self._seen_as.update((t, base) for t in made if t is not None and t != base)
-            return made
+            return (self._reshaped(operands[0], node.outs[0].type, node),)
         if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
             return self._make((op, *sorted(operands)), types, node)
-        return self._copies.apply(node, term, types, self._call, self._make) or self._call(node, term, types)
+        made = self._copies.apply(node, term, types, self._call, self._make) or self._steps.apply(node, term, types)
+        return made or self._call(node, term, types)
+
+    def _reshaped(self, term: int, type: TensorType, node: Node) -> int:
+        """The term of another one in another shape."""
+        base = self._seen_as.get(term, term)
+        made = base if self.types[base] == type else self._make(("reshape", base, type), [type], node)[0]
+        assert made is not None
+        if made != base:
+            self._seen_as[made] = base
+        return made
 
     def _call(self, node: Node, term: Callable[[Value], int], types: Types) -> tuple[int | None, ...]:
         return self._make(call_key(node, lambda v: TermRef(term(v))), types, node)

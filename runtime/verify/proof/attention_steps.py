@@ -1,0 +1,144 @@
+"""Laws of attention in steps (:mod:`shardfx.ir.ops.context.attention_steps`), of which a ring is made.
+
+Attention to keys in disjoint blocks is joined by logsumexps in any order: steps of all shifts, each once, are attention
+to all keys. Its gradients are sums over keys, and over queries: so are those of the steps, once each stands where its
+keys do::
+
+    step(q, k, v, out, lse, shift=s)    of blocks S, joined with block s     ->  steps of S + {s}
+    steps of all shifts, the last of them said to be last                    ->  attention(q, k, v)
+    grad_q of s, for all s, added up                                         ->  grad_q
+    rotate(grad_k of s, -s), for all s, added up                             ->  grad_k
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardfx.ir.graph import Node, Value, substitute
+from shardfx.ir.ops.context.attention_steps import attention_step, attention_step_backward, rotate
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.rules.template import argument
+from shardfx.ir.spec import TensorType
+
+from .head_copies import Made, Make, TermOf, Types
+
+BLOCKS = 3
+"""The dim of blocks, between stripes and the rows of a block."""
+STEP = ("out", "logsumexp", "shift", "last")
+"""The arguments that attention does not have."""
+
+
+@dataclass
+class AttentionSteps:
+    """The terms of steps, and of their gradients."""
+
+    types: Sequence[TensorType]
+    """Of each term."""
+    reshaped: Callable[[int, TensorType, Node], int]
+    """A term in another shape."""
+    apply_whole: Callable[[Node, TermOf], Made]
+    """The terms of a node's results."""
+    make: Make
+    _chains: dict[Made, tuple[Made, frozenset[int]]] = field(default_factory=dict)
+    """Results of some steps: the whole attention, and the shifts of the blocks."""
+    _away: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """A gradient of keys that stands where its queries do: its shift, and itself at home."""
+    _group: dict[int, int] = field(default_factory=dict)
+    """The whole gradient of which a term is a part."""
+    _parts: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Of a whole gradient its known parts, by shift."""
+    _sizes: dict[int, tuple[int, TensorType]] = field(default_factory=dict)
+    """Of a whole gradient the number of its parts, and their type."""
+
+    def apply(self, node: Node, term: TermOf, types: Types) -> Made | None:
+        """The terms of a step's results; None where a node is none, or takes what no earlier step gave."""
+        if node.op is rotate:
+            return self._rotated(node, term(node.operands[0]))
+        if node.op not in (attention_step, attention_step_backward):
+            return None
+        view = self._view(node)
+        if view is None:
+            return None
+        blocks, shift = view[1], node.kwargs.get("shift", 0) % view[1]
+        whole = self._whole(node, term, view, types)
+        if node.op is attention_step_backward:
+            return tuple(
+                None if each is None or type is None else self._gradient(node, each, shift, blocks, i > 0, type)
+                for i, (each, type) in enumerate(zip(whole, types, strict=False))
+            )
+        known, before = (node.kwargs.get(name) for name in ("out", "logsumexp")), frozenset[int]()
+        sofar = tuple(None if each is None else term(each) for each in known)
+        if sofar != (None, None):
+            of, before = self._chains.get(sofar, ((), before))
+            if of != whole or shift in before:
+                return None
+        seen, last = before | {shift}, bool(node.kwargs.get("last"))
+        if last and len(seen) == blocks:
+            return tuple(
+                None if each is None or type is None else self.reshaped(each, type, node)
+                for each, type in zip(whole, types, strict=True)
+            )
+        made = self.make(("steps", whole, seen, last), types, node)
+        if not last:
+            self._chains[made] = whole, seen
+        return made
+
+    def total(self, parts: Iterable[int], node: Node) -> tuple[int, ...]:
+        """The parts of a sum, with all those of one gradient as that."""
+        left = [*parts]
+        for whole in dict.fromkeys(self._group[each] for each in left if each in self._group):
+            (blocks, type), of = self._sizes[whole], [*self._parts[whole].values()]
+            if len(of) == blocks and all(each in left for each in of):
+                for each in of:
+                    left.remove(each)
+                left.append(self.reshaped(whole, type, node))
+        return tuple(sorted(left))
+
+    def _view(self, node: Node) -> tuple[int, ...] | None:
+        """Stripes, blocks and rows of a block, where all operands have the same."""
+        found = {tuple(v.shape[2:5] if v.type.ndim > 4 else v.shape[1:4]) for v in node.operands}
+        return found.pop() if len(found) == 1 else None
+
+    def _whole(self, node: Node, term: TermOf, view: Sequence[int], types: Types) -> Made:
+        """The terms of attention to all keys, of the operands that a step has in blocks."""
+        flat: dict[Value, int] = {}
+
+        def whole(value: Value) -> Value:
+            found = Value(self._flat(value.type, view))
+            flat[found] = self.reshaped(term(value), found.type, node)
+            return found
+
+        kwargs = {name: each for name, each in node.kwargs.items() if name not in STEP}
+        op = attention if node.op is attention_step else attention_backward
+        made = Node(op, substitute(node.args, whole), {name: substitute(each, whole) for name, each in kwargs.items()})
+        made.where = node.where
+        of = [None if type is None else self._flat(type, view) for type in types]
+        if op is attention_backward:
+            of.append(None)
+        else:
+            of[0] = TensorType(of[0].shape, node.operands[0].type.dtype)
+        made.results = [None if type is None else Value(type, made, i) for i, type in enumerate(of)]
+        return self.apply_whole(made, flat.__getitem__)
+
+    def _flat(self, type: TensorType, view: Sequence[int]) -> TensorType:
+        dim = 2 if len(type.shape) > 4 else 1
+        rows = view[0] * view[1] * view[2]
+        return TensorType((*type.shape[:dim], rows, *type.shape[dim + 3 :]), type.dtype)
+
+    def _gradient(self, node: Node, whole: int, shift: int, blocks: int, moved: bool, type: TensorType) -> int:
+        (home,) = self.make(("part", whole, shift, blocks, type), (type,), node)
+        assert home is not None
+        self._group[home], self._sizes[whole] = whole, (blocks, type)
+        self._parts.setdefault(whole, {})[shift] = home
+        if not moved or not shift:
+            return home
+        (away,) = self.make(("part away", whole, shift, blocks, type), (type,), node)
+        assert away is not None
+        self._away[away] = shift, home
+        return away
+
+    def _rotated(self, node: Node, term: int) -> Made | None:
+        shift, home = self._away.get(term, (0, term))
+        by = argument(node, "shift") if argument(node, "dim") == BLOCKS else None
+        return (home,) if home != term and by is not None and (by + shift) % node.outs[0].shape[BLOCKS] == 0 else None

@@ -1,0 +1,111 @@
+"""Attention in steps: the ops beside attention itself, and the laws by which a ring is proven."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardfx as sx
+from shardfx.ir.dim_sharding import Window
+from shardfx.ir.graph import Graph
+from shardfx.ir.ops.context.attention_steps import attention_step, attention_step_backward, rotate
+from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.rulebook import default_rules
+from shardfx.ir.text.parser import parse_graph
+from shardfx.runtime.verify.fault import Fault
+from shardfx.runtime.verify.proof.terms import same_function
+from tests.virtual.test_context_parallel import plan, rows_of
+
+MASKS = {
+    "all": (False, (), False),
+    "causal": (True, (), False),
+    "a window": (True, (7, 0), False),
+    "documents": (True, (), True),
+    "a window of documents": (False, (4, 3), True),
+}
+
+
+@pytest.mark.parametrize("stripes", [1, 3])
+@pytest.mark.parametrize("mask", MASKS)
+def test_steps_are_attention(mask: str, stripes: int) -> None:
+    causal, window, documents = MASKS[mask]
+    torch.manual_seed(0)
+    view = stripes, 4, 5
+    q, grad = (torch.randn(2, 4, stripes * 20, e, dtype=torch.float64) for e in (8, 6))
+    k, v = (torch.randn(2, 2, stripes * 20, e, dtype=torch.float64) for e in (8, 6))
+    ids = torch.randint(3, (2, stripes * 20)) if documents else None
+    how = causal, None, 0.0, None, 0, [], list(window), ids, ids
+
+    def blocks(x: Tensor) -> Tensor:
+        return x.unflatten(2 if x.dim() > 2 else 1, view)
+
+    in_blocks = (*how[:7], *(None if ids is None else blocks(ids) for _ in range(2)))
+    out, rows = attention(q, k, v, None, *how)
+    made = sums = None
+    for shift in (2, 0, 3, 1):  # in any order
+        sofar = {} if made is None else {"out": made[0], "logsumexp": made[1]}
+        made = attention_step(*map(blocks, (q, k, v)), None, *in_blocks, **sofar, shift=shift, last=shift == 1)
+    torch.testing.assert_close(tuple(each.flatten(2, 4) for each in made), (out, rows), rtol=0, atol=1e-13)
+    expected = attention_backward(grad, q, k, v, out, rows, None, *how[:2], False, *how[2:])
+    for shift in range(4):
+        given = map(blocks, (grad, q, k, v, out, rows))
+        part = attention_step_backward(*given, None, *in_blocks[:2], False, *in_blocks[2:], shift=shift)
+        part = part[0], *(rotate(each, 3, -shift) for each in part[1:])
+        sums = part if sums is None else [a + b for a, b in zip(sums, part, strict=True)]
+    torch.testing.assert_close([each.flatten(2, 4) for each in sums], [*expected[:3]], rtol=0, atol=1e-13)
+
+
+def test_a_step_takes_no_dense_mask() -> None:
+    x = torch.randn(1, 1, 1, 2, 2, 4)
+    with pytest.raises(ValueError, match="no dense mask"):
+        attention_step(x, x, x, torch.zeros(2, 2))
+
+
+def test_a_window_that_wraps_has_rows_behind_the_seam() -> None:
+    window = Window(4, 1, 1, -1, -1, wraps=True)
+    assert [window.rows(o, 1, 4) for o in range(4)] == [(3, 1), (0, 1), (1, 1), (2, 1)]
+    assert window.rows(0, 2, 4) == (0, 4)  # rows 3 and 0: no one range
+
+
+@cache
+def ring() -> tuple[Graph, str]:
+    pm, _ = plan(sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring")}, rows_of())
+    return pm.captured, str(pm.planned)
+
+
+STEP, BACKWARD = r"(attention_step\(.*?shift=)1(.*)", r"(attention_step_backward\(.*?shift=)1(.*)"
+WRONG = {
+    "a block that is seen twice": (STEP, r"\g<1>2\2"),
+    "a block that is never seen": (r"(attention_step\(.*?), out=%\d+, logsumexp=%\d+, shift=1", r"\1"),
+    "one mask of several": (r"(attention_step\(.*?), None, True(.*shift=1)", r"\1\2"),
+    "a result between steps": (r", last=True", r""),
+    "gradients of one block twice": (BACKWARD, r"\g<1>2\2"),
+    "gradients that stay where the queries are": (r"(rotate\(.*?), -1\)", r"\1, 0)"),
+    "gradients sent on": (r"(rotate\(.*?), -1\)", r"\1, 1)"),
+    "values in the place of keys": (r"attention_step\((%\d+), (%\d+), (%\d+)", r"attention_step(\1, \3, \2"),
+    "a gradient of another result": (
+        r"attention_step_backward\((%\d+), (%\d+), (%\d+), (%\d+), (%\d+)",
+        r"attention_step_backward(\5, \2, \3, \4, \1",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_rings_are_not_proven(wrong: str) -> None:
+    captured, text = ring()
+    damaged = re.sub(*WRONG[wrong], text, count=1)
+    assert damaged != text
+    assert isinstance(same_function(captured, parse_graph(damaged), default_rules()), Fault)
+
+
+def test_the_order_of_steps_does_not_matter() -> None:
+    captured, text = ring()
+    assert not isinstance(same_function(captured, parse_graph(text), default_rules()), Fault)
+    swapped = re.sub(r"(attention_step(?:_backward)?\(.*?shift=)([12])", lambda m: m[1] + "21"[int(m[2]) - 1], text)
+    swapped = re.sub(r"(rotate\(.*?, -)([12])", lambda m: m[1] + "21"[int(m[2]) - 1], swapped)
+    assert swapped != text
+    assert not isinstance(same_function(captured, parse_graph(swapped), default_rules()), Fault)
