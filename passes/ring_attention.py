@@ -41,7 +41,8 @@ def stripes_of(node: Node, rows: DimSharding, mesh: Mesh) -> int:
 
     That is where rows are not shared out equally, or it has a dense mask, dropout, or keys of other rows than queries.
     """
-    size, ranks = argument(node, "q").shape[2], mesh.extent(rows.axes)
+    size: int = argument(node, "q").shape[2]
+    ranks = mesh.extent(rows.axes)
     plain = argument(node, "mask") is None and not argument(node, "p") and argument(node, "k").shape[2] == size
     parts = [each for each in rows.sub(size) if each.size > 1]
     if not plain or ranks < 2 or parts[-1].axes != rows.axes or len(parts) > 2 or parts[-1].size % ranks:
@@ -95,19 +96,23 @@ class RingSteps:
         given = self._given(node, known)
         q, k, v = node.operands[1:4]
         types = [TensorType((*each.shape[:2], *self._view, each.shape[3]), each.type.dtype) for each in (q, k, v)]
+        of_sinks = next(iter(node.results[4:]), None)
         sums: list[Value | None] = [None] * 3
-        wanted = [None if old is None else each for old, each in zip(node.results, types, strict=False)]
+        wanted = [None if old is None else each for old, each in zip(node.results[:3], types, strict=True)]
         how = {name: given(each) for name, each in node.kwargs.items()}
         for shift in range(ranks):
             kwargs = how | ({"shift": shift} if shift else {})
-            step = self._call(node, attention_step_backward, given(node.args), wanted, kwargs)
-            for i, made in enumerate(step.results):
+            sinks = of_sinks.type if of_sinks is not None and not shift else None
+            step = self._call(node, attention_step_backward, given(node.args), [*wanted, sinks], kwargs)
+            if of_sinks is not None and not shift:
+                self.rewriter.replace(of_sinks, step.outs[-1])
+            for i, made in enumerate(step.results[:3]):
                 if made is None:
                     continue
                 if i and shift:
                     made = self._insert(node, rotate, (made, BLOCKS, -shift), made.type)
                 sums[i] = made if sums[i] is None else self._insert(node, aten.add.Tensor, (sums[i], made), made.type)
-        for old, made in zip(node.results, sums, strict=False):
+        for old, made in zip(node.results[:3], sums, strict=True):
             if old is not None and made is not None:
                 self.rewriter.replace(old, self._flat(node, made, old))
         self.rewriter.erase(node)
@@ -117,7 +122,9 @@ class RingSteps:
         made = dict(known or {})
         strategy = self.cache.strategy(self.cache.rule(node), self.shardings[node])
         for value, spec in zip(node.operands, strategy.operands, strict=True):
-            if value not in made:
+            if value not in made and value.type.ndim < 2:
+                made[value] = value
+            elif value not in made:
                 dim = 2 if value.type.ndim > 2 else 1
                 shape = [*value.shape[:dim], *self._view, *value.shape[dim + 1 :]]
                 made[value] = self._reshape(node, value, shape, spec.with_dim(dim, self.rows))

@@ -139,9 +139,9 @@ def own_attentions() -> Iterator[Instance]:
 
 def attention_steps() -> Iterator[Instance]:
     """Steps of a ring of four blocks, of one stripe and of two: the first, one of another block, the last."""
-    for stripes, causal, window, ids in ((1, True, [], None), (2, True, [], None), (1, True, [3, 0], i(2, 2, 1, 4, 2))):
+    for stripes, window, ids, sinks in ((1, [], None, None), (2, [], None, f(4)), (1, [3, 0], i(2, 2, 1, 4, 2), None)):
         q, k, v = f(2, 4, stripes, 4, 2, 4), f(2, 2, stripes, 4, 2, 4), f(2, 2, stripes, 4, 2, 3)
-        how = (None, causal, None, 0.0, None, 0, [], window, ids, ids)
+        how = (None, True, None, 0.0, None, 0, [], window, ids, ids, 0.0, sinks)
         made = instance(attention_step, (q, k, v, *how))
         yield made
         for shift in (1, 3):
@@ -150,7 +150,10 @@ def attention_steps() -> Iterator[Instance]:
             yield made
         args = (f(2, 4, stripes, 4, 2, 3), q, k, v, *made.results, *how[:3], False, *how[3:])
         for shift in (0, 2):
-            yield instance(attention_step_backward, args, {"shift": shift})
+            back = instance(attention_step_backward, args, {"shift": shift})
+            if sinks is None:
+                back.node.results[3] = None
+            yield back
     yield instance(rotate, (f(2, 4, 3), 1, 1))
     yield instance(rotate, (f(2, 5), 1, -2))
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from shardfx.ir.rules.book import RuleBook
 
-from .arithmetic import attention, attention_steps, conv, linalg, loss, norm, pointwise, pool, reduce, resize
+from .arithmetic import attention, conv, linalg, loss, norm, pointwise, pool, reduce, resize, ring
 from .movement import lookup, slices, views
 
 CATEGORIES = {
     module.__name__.rpartition(".")[2]: module.RULES
     for module in (
-        *(pointwise, attention, attention_steps, linalg, reduce, norm, conv, pool, resize, loss),
+        *(pointwise, attention, ring, linalg, reduce, norm, conv, pool, resize, loss),
         *(views, slices, lookup),
     )
 }

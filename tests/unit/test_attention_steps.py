@@ -12,7 +12,12 @@ from torch import Tensor
 import shardfx as sx
 from shardfx.ir.dim_sharding import Window
 from shardfx.ir.graph import Graph
-from shardfx.ir.ops.context.attention_steps import attention_step, attention_step_backward, rotate
+from shardfx.ir.ops.context.attention_steps import (
+    attention_step,
+    attention_step_backward,
+    parts_of,
+    rotate,
+)
 from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.rulebook import default_rules
 from shardfx.ir.text.parser import parse_graph
@@ -21,29 +26,32 @@ from shardfx.runtime.verify.proof.terms import same_function
 from tests.virtual.test_context_parallel import plan, rows_of
 
 MASKS = {
-    "all": (False, (), False),
-    "causal": (True, (), False),
-    "a window": (True, (7, 0), False),
-    "documents": (True, (), True),
-    "a window of documents": (False, (4, 3), True),
+    "all": (False, (), False, 0.0),
+    "causal": (True, (), False, 0.0),
+    "a window": (True, (7, 0), False, 0.0),
+    "documents": (True, (), True, 0.0),
+    "a window of documents": (False, (4, 3), True, 0.0),
+    "a soft cap": (True, (), False, 1.5),
+    "a window and a soft cap": (True, (7, 0), False, 1.5),
 }
 
 
 @pytest.mark.parametrize("stripes", [1, 3])
 @pytest.mark.parametrize("mask", MASKS)
 def test_steps_are_attention(mask: str, stripes: int) -> None:
-    causal, window, documents = MASKS[mask]
+    causal, window, documents, softcap = MASKS[mask]
     torch.manual_seed(0)
     view = stripes, 4, 5
     q, grad = (torch.randn(2, 4, stripes * 20, e, dtype=torch.float64) for e in (8, 6))
     k, v = (torch.randn(2, 2, stripes * 20, e, dtype=torch.float64) for e in (8, 6))
     ids = torch.randint(3, (2, stripes * 20)) if documents else None
-    how = causal, None, 0.0, None, 0, [], list(window), ids, ids
+    sinks = torch.randn(4, dtype=torch.float64) if stripes > 1 else None
+    how = causal, None, 0.0, None, 0, [], list(window), ids, ids, softcap, sinks
 
     def blocks(x: Tensor) -> Tensor:
         return x.unflatten(2 if x.dim() > 2 else 1, view)
 
-    in_blocks = (*how[:7], *(None if ids is None else blocks(ids) for _ in range(2)))
+    in_blocks = (*how[:7], *(None if ids is None else blocks(ids) for _ in range(2)), softcap, sinks)
     out, rows = attention(q, k, v, None, *how)
     made = sums = None
     for shift in (2, 0, 3, 1):  # in any order
@@ -54,9 +62,10 @@ def test_steps_are_attention(mask: str, stripes: int) -> None:
     for shift in range(4):
         given = map(blocks, (grad, q, k, v, out, rows))
         part = attention_step_backward(*given, None, *in_blocks[:2], False, *in_blocks[2:], shift=shift)
-        part = part[0], *(rotate(each, 3, -shift) for each in part[1:])
+        *part, of_sinks = part[0], *(rotate(each, 3, -shift) for each in part[1:3]), part[3]
         sums = part if sums is None else [a + b for a, b in zip(sums, part, strict=True)]
     torch.testing.assert_close([each.flatten(2, 4) for each in sums], [*expected[:3]], rtol=0, atol=1e-13)
+    torch.testing.assert_close(of_sinks, expected[4], rtol=0, atol=1e-13)
 
 
 def test_a_step_takes_no_dense_mask() -> None:
@@ -69,6 +78,22 @@ def test_a_window_that_wraps_has_rows_behind_the_seam() -> None:
     window = Window(4, 1, 1, -1, -1, wraps=True)
     assert [window.rows(o, 1, 4) for o in range(4)] == [(3, 1), (0, 1), (1, 1), (2, 1)]
     assert window.rows(0, 2, 4) == (0, 4)  # rows 3 and 0: no one range
+
+
+def test_stripes_share_a_causal_mask_equally() -> None:
+    """The pairs that each of eight ranks computes; of its own block those up to the diagonal."""
+
+    def work(own: int, stripes: int, rows: int) -> float:
+        found = 0.0
+        for other in range(8):
+            for part in parts_of((1, 1, stripes, rows), 8, own, other, True, (), False):
+                many, keys = (each.stop - each.start for each in (part.stripes, part.keys))
+                found += many * keys * rows**2 * (0.5 if part.causal else 1)
+        return found
+
+    for stripes, most in ((1, 1.88), (16, 1.06)):
+        each = [work(own, stripes, 1024 // stripes) for own in range(8)]
+        assert max(each) / (sum(each) / 8) < most
 
 
 @cache

@@ -30,12 +30,17 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     indices = torch.randint(30, pooled.shape)
     ends = torch.tensor([3, 3, 8, 10])
     q, k, v, grad, rows = f(2, 4, 6, 8), f(2, 2, 5, 8), f(2, 2, 5, 3), f(2, 4, 6, 3), f(2, 4, 6)
-    draw = (0.5, torch.tensor(7), 3, [])
+    draw, view = (0.5, torch.tensor(7), 3, []), (1, 2, 3)
+    steps_of = tuple(f(2, n, 6, e).unflatten(2, view) for n, e in ((4, 8), (2, 8), (2, 3)))
     return {
         "attention": [(q, k, v), (q, k, v, b(6, 5)), (q, k, v, f(4, 6, 5)[None]), (q, k, v, None, True, 0.3, *draw)],
         "attention_backward": [
             (grad, q, k, v, grad, rows, f(6, 5), False, None, True),
             (grad, q, k, v, grad, rows, None, True, 0.3, False, *draw),
+        ],
+        "attention_step": [steps_of, (*steps_of, None, True)],
+        "attention_step_backward": [
+            (grad.unflatten(2, view), *steps_of, grad.unflatten(2, view), rows.unflatten(2, view))
         ],
         "batch_norm_gradient": [
             *((x, x + 1, f(3), f(3), f(3), f(3), weight, 60) for weight in (f(3), None)),
@@ -55,6 +60,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "max_pool_tile_backward": [(pooled, x, indices, *ROWS), (pooled, x, indices, [1, 0], [6, 5])],
         "no_share": [(x, [3, 2, 4], [2, 1], [torch.float64, torch.int64], [0.0, -1.0])],
         "batch_moments": [(x,), (x.bfloat16(),)],
+        "rotate": [(x, 2, 1), (x[:, :, :2], 2, 1, [6, 2, 2, 1])],
         "resize_tile": [(x, *ROWS, [1, 0], [2, 2], steps, kind) for kind in KINDS],
         "resize_tile_backward": [(f(2, 3, 2, 2), *ROWS, [6, 5], [1, 0], steps, kind) for kind in KINDS],
     }

@@ -139,6 +139,18 @@ def test_all_to_all_sends_its_share_of_heads_whatever_the_ranks() -> None:
         assert {op for op, _ in counts} == {"all_to_all_single", "all_reduce"}
 
 
+def test_a_ring_sends_keys_to_all_ranks_twice_and_their_gradients_home() -> None:
+    for ranks in (2, 3):
+        x = rows_of()
+        pm, _ = plan(sx.Mesh(cp=ranks), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring")}, x)
+        with count_collectives() as counts:
+            pm(x).backward()
+        sent = sum(count.nbytes for (op, _), count in counts.items() if op == "all_to_all_single")
+        keys = 2 * DIM * GROUPS // HEADS
+        assert sent == pytest.approx(2 * (ranks - 1) * 3 * (x[..., 0].numel() / ranks) * keys * 8)
+        assert {op for op, _ in counts} == {"all_to_all_single", "all_reduce"}
+
+
 def test_a_saved_plan_has_its_contexts(tmp_path: Path) -> None:
     ring, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring", stripes=3)}, rows_of())
     known = sx.Plan.load(ring.plan.save(tmp_path / "ring.json"))

@@ -5,7 +5,7 @@ sharding, several share the work of a causal mask equally. In step ``shift`` the
 block ``i - shift``, as far as the mask lets them::
 
     out, lse = attention_step(q[b h m p n e], k[b g m p n e], v[b g m p n v], ..., out=out, logsumexp=lse, shift=1)
-    of_q, of_k, of_v = attention_step_backward(grad, q, k, v, out, lse, ..., shift=1)
+    of_q, of_k, of_v, _ = attention_step_backward(grad, q, k, v, out, lse, ..., shift=1)
 
 The arguments are those of attention. Between steps ``out`` is in the dtype of scores, and a logsumexp is -inf where
 nothing was seen yet. ``of_k`` is the gradient of the keys of block ``i - shift``, which :func:`rotate` sends home.
@@ -25,7 +25,7 @@ from torch import Tensor
 from ..computing.library import Ints, define
 from ..fused_attention import DEFAULTS, DRAW, HOW, attention, attention_backward
 from .attention_kernels import dense_rows
-from .plain_attention import Given, wide
+from .plain_attention import Given, gradient_of_sinks, wide, with_sinks
 from .window_tiles import EVERY, QueryTile, backward_by_tiles, forward_by_tiles, seen_pairs, tiles
 
 STEP = "int shift=0, int[] place=[]"
@@ -41,7 +41,7 @@ def rotate(x: Tensor, dim: int, shift: int, place: Ints = ()) -> Tensor:
     return torch.cat([x.narrow(dim, row, 1) for row in rows], dim) if rows else x.narrow(dim, 0, 0).clone()
 
 
-class Seen(NamedTuple):
+class SeenPart(NamedTuple):
     """A part of the pairs of a block of queries and one of keys: stripes of both, whether it is causal by itself, and
     the box of both where the mask is by place."""
 
@@ -51,21 +51,23 @@ class Seen(NamedTuple):
     box: list[int]
 
 
-def parts_of(shape: Ints, blocks: int, own: int, other: int, causal: bool, window: Ints, ids: bool) -> Iterator[Seen]:
+def parts_of(
+    shape: Ints, blocks: int, own: int, other: int, causal: bool, window: Ints, ids: bool
+) -> Iterator[SeenPart]:
     """The parts that are seen of queries ``[b h m n e]`` of block ``own`` and keys of block ``other``."""
     stripes, rows = shape[2:4]
     if not window and not ids and (not causal or own == other):
-        yield Seen(slice(0, stripes), slice(0, stripes), causal, [])
+        yield SeenPart(slice(0, stripes), slice(0, stripes), causal, [])
     elif not window and not ids:
         for stripe in range(stripes):
             if end := stripe + (other < own):
-                yield Seen(slice(stripe, stripe + 1), slice(0, end), False, [])
+                yield SeenPart(slice(stripe, stripe + 1), slice(0, end), False, [])
     else:
         for stripe in range(stripes):
             for seen in range(stripes):
                 box = [0, 0, (stripe * blocks + own) * rows, (seen * blocks + other) * rows]
                 if seen_pairs((1, 1, rows, rows), causal, window or [EVERY, EVERY], box):
-                    yield Seen(slice(stripe, stripe + 1), slice(seen, seen + 1), causal, box)
+                    yield SeenPart(slice(stripe, stripe + 1), slice(seen, seen + 1), causal, box)
 
 
 def step_pairs(q: Tensor, causal: bool, window: Ints, shift: int, place: Ints = ()) -> int:
@@ -86,7 +88,7 @@ Index = tuple[Any, ...]
 
 def _blocks(
     q: Tensor, shift: int, place: Ints, mask: Given, p: float, causal: bool, window: Ints, ids: Sequence[Given]
-) -> Iterator[tuple[Index, Index, Seen, list[Given]]]:
+) -> Iterator[tuple[Index, Index, SeenPart, list[Given]]]:
     """The parts of a step on one rank: where its queries stand among those given, and its keys; and the ids of both."""
     if mask is not None or p:
         raise ValueError("attention in steps takes no dense mask, and no dropout")
@@ -107,7 +109,9 @@ def _like_step(q: Tensor, k: Tensor, v: Tensor, *how: Any, last: bool = False, *
 
 
 def _like_step_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any, **step: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), *(t.new_empty((*t.shape[:3], q.shape[3], *t.shape[4:])) for t in (k, v))
+    sinks = how[14] if len(how) > 14 else None
+    of_keys = (t.new_empty((*t.shape[:3], q.shape[3], *t.shape[4:])) for t in (k, v))
+    return q.new_empty(q.shape), *of_keys, q.new_empty(0 if sinks is None else sinks.shape)
 
 
 @define(
@@ -128,25 +132,27 @@ def attention_step(
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention to the keys of one block each, joined with that to earlier ones."""
-    causal, scale, p, _, _, _, window, *ids = [*how, *DEFAULTS[len(how) :]]
+    causal, scale, p, _, _, _, window, *ids, softcap, sinks = [*how, *DEFAULTS[len(how) :]]
     size, dtype = (*q.shape[:5], v.shape[5]), wide(q.dtype)
     total = q.new_zeros(size, dtype=dtype) if out is None else out.to(dtype, copy=True)
     rows = q.new_full(size[:5], -torch.inf, dtype=dtype) if logsumexp is None else logsumexp.clone()
     for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids):
-        qkv = dense_rows(*(each[at].flatten(2, 3) for each, at in ((q, own), (k, keys), (v, keys))))
+        x, y, z = dense_rows(*(each[at].flatten(2, 3) for each, at in ((q, own), (k, keys), (v, keys))))
         if part.box:
-            found = forward_by_tiles(*qkv, tiles(*qkv[:2], causal, part.box, window, own_ids), _tile(scale))
+            found = forward_by_tiles(x, y, z, tiles(x, y, causal, part.box, window, own_ids), _tile(scale, softcap))
         else:
-            found = attention(*qkv, None, part.causal, scale)
+            found = attention(x, y, z, None, part.causal, scale, softcap=softcap)
         _join(total[own], rows[own], *(each.unflatten(2, total[own].shape[2:4]) for each in found))
     if last:
         rows.masked_fill_(rows == -torch.inf, 0.0)
+    if last and sinks is not None:
+        total, rows = (x.unflatten(2, size[2:5]) for x in with_sinks(total.flatten(2, 4), rows.flatten(2, 4), sinks))
     return total.to(q.dtype) if last else total, rows
 
 
-def _tile(scale: float | None) -> Any:
+def _tile(scale: float | None, softcap: float) -> Any:
     def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, Tensor]:
-        out, rows = attention(*qkv, tile.mask, False, scale)
+        out, rows = attention(*qkv, tile.mask, False, scale, softcap=softcap)
         none = ~tile.mask.any(-1)
         return out, rows.masked_fill(none if none.dim() == 1 else none.expand_as(rows), -torch.inf)
 
@@ -163,7 +169,8 @@ def _join(total: Tensor, rows: Tensor, out: Tensor, logsumexp: Tensor) -> None:
 
 @define(
     f"attention_step_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {HOW}, "
-    f"bool of_mask=False, {DRAW}, int[] rows=[], *, {STEP}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    f"bool of_mask=False, {DRAW}, int[] rows=[], *, {STEP}) "
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)",
     shapes=_like_step_backward,
 )
 def attention_step_backward(
@@ -178,27 +185,34 @@ def attention_step_backward(
     shift: int = 0,
     place: Ints = (),
 ) -> tuple[Tensor, ...]:
-    """The part of the gradients that comes from the keys of one block, by the result and the logsumexp of all keys."""
-    causal, scale, _, p, _, _, _, window, *ids, _ = [*how, *(*DEFAULTS[:2], False, *DEFAULTS[2:], [])[len(how) :]]
-    grads = [each.new_zeros(each.shape, dtype=wide(q.dtype)) for each in _like_step_backward(grad, q, k, v)]
+    """The part of the gradients that comes from the keys of one block, by the result and the logsumexp of all keys; and
+    the whole gradient of the sinks."""
+    defaults = *DEFAULTS[:2], False, *DEFAULTS[2:], []
+    causal, scale, _, p, _, _, _, window, *ids, softcap, sinks, _ = [*how, *defaults[len(how) :]]
+    grads = [each.new_zeros(each.shape, dtype=wide(q.dtype)) for each in _like_step_backward(grad, q, k, v)[:3]]
     for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids):
         at = own, own, own, keys, keys
-        given = dense_rows(*(x[where].flatten(2, 3) for x, where in zip((grad, out, q, k, v), at, strict=True)))
-        results, qkv = (given[0], given[1], logsumexp[own].flatten(2, 3)), given[2:]
+        given = (each[where].flatten(2, 3) for each, where in zip((grad, out, q, k, v), at, strict=True))
+        of_rows, result, x, y, z = dense_rows(*given)
+        results = of_rows, result, logsumexp[own].flatten(2, 3)
 
         def one(tile: QueryTile, *qkv: Tensor, results: Sequence[Tensor] = results) -> tuple[Tensor, ...]:
             grad, out, rows = (each[:, :, tile.rows] for each in results)
-            grads: tuple[Tensor, ...] = attention_backward(grad, *qkv, out, rows, tile.mask, False, scale)
-            return grads
+            given = grad, *qkv, out, rows, tile.mask
+            made: tuple[Tensor, ...] = attention_backward(*given, False, scale, softcap=softcap)
+            return made
 
         if part.box:
-            made = backward_by_tiles(*qkv, tiles(*qkv[:2], causal, part.box, window, own_ids), one)
+            made = backward_by_tiles(x, y, z, tiles(x, y, causal, part.box, window, own_ids), one)
         else:
-            made = attention_backward(results[0], *qkv, *results[1:], None, part.causal, scale)
+            made = attention_backward(results[0], x, y, z, *results[1:], None, part.causal, scale, softcap=softcap)
         home = own, (*keys[:3], own[3]), (*keys[:3], own[3])
         for total, each, place_of in zip(grads, made, home, strict=False):
             total[place_of] += each.unflatten(2, total[place_of].shape[2:4])
-    return tuple(total.to(each.dtype) for total, each in zip(grads, (q, k, v), strict=True))
+    of_sinks = q.new_empty(0)
+    if sinks is not None:
+        of_sinks = gradient_of_sinks(grad.flatten(2, 4), out.flatten(2, 4), logsumexp.flatten(2, 4), sinks)
+    return *(total.to(each.dtype) for total, each in zip(grads, (q, k, v), strict=False)), of_sinks
 
 
 ATTENTION = {attention, attention_backward, attention_step, attention_step_backward}

@@ -31,8 +31,8 @@ from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justif
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
 
-from .attention_steps import AttentionSteps
 from .head_copies import HeadCopies, Types
+from .step_laws import AttentionSteps
 
 aten = torch.ops.aten
 
@@ -106,8 +106,8 @@ class Terms:
             return (self._reshaped(operands[0], node.outs[0].type, node),)
         if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
             return self._make((op, *sorted(operands)), types, node)
-        made = self._copies.apply(node, term, types, self._call, self._make) or self._steps.apply(node, term, types)
-        return made or self._call(node, term, types)
+        found = self._copies.apply(node, term, types, self._call, self._make) or self._steps.apply(node, term, types)
+        return found or self._call(node, term, types)
 
     def _reshaped(self, term: int, type: TensorType, node: Node) -> int:
         """The term of another one in another shape."""

@@ -63,10 +63,11 @@ class AttentionSteps:
         blocks, shift = view[1], node.kwargs.get("shift", 0) % view[1]
         whole = self._whole(node, term, view, types)
         if node.op is attention_step_backward:
-            return tuple(
+            parts = (
                 None if each is None or type is None else self._gradient(node, each, shift, blocks, i > 0, type)
-                for i, (each, type) in enumerate(zip(whole, types, strict=False))
+                for i, (each, type) in enumerate(zip(whole[:3], types[:3], strict=True))
             )
+            return *parts, whole[4]
         known, before = (node.kwargs.get(name) for name in ("out", "logsumexp")), frozenset[int]()
         sofar = tuple(None if each is None else term(each) for each in known)
         if sofar != (None, None):
@@ -97,7 +98,7 @@ class AttentionSteps:
 
     def _view(self, node: Node) -> tuple[int, ...] | None:
         """Stripes, blocks and rows of a block, where all operands have the same."""
-        found = {tuple(v.shape[2:5] if v.type.ndim > 4 else v.shape[1:4]) for v in node.operands}
+        found = {v.shape[2:5] if v.type.ndim > 4 else v.shape[1:4] for v in node.operands if v.type.ndim > 1}
         return found.pop() if len(found) == 1 else None
 
     def _whole(self, node: Node, term: TermOf, view: Sequence[int], types: Types) -> Made:
@@ -115,14 +116,16 @@ class AttentionSteps:
         made.where = node.where
         of = [None if type is None else self._flat(type, view) for type in types]
         if op is attention_backward:
-            of.append(None)
-        else:
+            of.insert(3, None)
+        elif of[0] is not None:  # which is in the dtype of scores between steps
             of[0] = TensorType(of[0].shape, node.operands[0].type.dtype)
         made.results = [None if type is None else Value(type, made, i) for i, type in enumerate(of)]
         return self.apply_whole(made, flat.__getitem__)
 
     def _flat(self, type: TensorType, view: Sequence[int]) -> TensorType:
-        dim = 2 if len(type.shape) > 4 else 1
+        if type.ndim < 2:
+            return type
+        dim = 2 if type.ndim > 4 else 1
         rows = view[0] * view[1] * view[2]
         return TensorType((*type.shape[:dim], rows, *type.shape[dim + 3 :]), type.dtype)
 
