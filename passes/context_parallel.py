@@ -48,7 +48,7 @@ aten = torch.ops.aten
 CONTEXT = "context: "
 GATHERED = {
     "window": "gathered, where an attention has no window of at most half the sequence",
-    "ring": "gathered, where rows are not shared out equally, or an attention has a dense mask or dropout",
+    "ring": "gathered, where an attention has a dense mask, dropout, or no causal mask and rows that are not divided",
 }
 """Why keys are gathered where another strategy is asked for."""
 RINGS = ("ring", "2d")

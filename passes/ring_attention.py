@@ -13,8 +13,10 @@ sent, and sends these back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -39,15 +41,16 @@ BLOCKS = 3
 def stripes_of(node: Node, rows: DimSharding, mesh: Mesh) -> int:
     """The number of stripes of rows of which a rank has a block each; 0 where an attention cannot be done in steps.
 
-    That is where rows are not shared out equally, or it has a dense mask, dropout, or keys of other rows than queries.
+    That is where it has a dense mask, dropout, or keys of other rows than queries; or where rows are not shared out
+    equally, and the mask is not causal: else they are padded.
     """
     size: int = argument(node, "q").shape[2]
     ranks = mesh.extent(rows.axes)
     plain = argument(node, "mask") is None and not argument(node, "p") and argument(node, "k").shape[2] == size
     parts = [each for each in rows.sub(size) if each.size > 1]
-    if not plain or ranks < 2 or parts[-1].axes != rows.axes or len(parts) > 2 or parts[-1].size % ranks:
+    if not plain or ranks < 2 or parts[-1].axes != rows.axes or len(parts) > 2:
         return 0
-    return size // parts[-1].size
+    return size // parts[-1].size if parts[-1].size % ranks == 0 else int(argument(node, "causal") and len(parts) == 1)
 
 
 @dataclass
@@ -72,7 +75,7 @@ class RingSteps:
         q, _, v = forward.operands[:3]
         ranks = self.mesh.extent(self.rows.axes)
         stripes = stripes_of(forward, self.rows, self.mesh)
-        self._view = (stripes, ranks, q.shape[2] // (stripes * ranks))
+        self._view = (stripes, ranks, -(-q.shape[2] // (stripes * ranks)))
         self._blocks = DimSharding(self.rows.axes)
         given = self._given(forward)
         how = {name: given(each) for name, each in forward.kwargs.items()}
@@ -127,7 +130,9 @@ class RingSteps:
             elif value not in made:
                 dim = 2 if value.type.ndim > 2 else 1
                 shape = [*value.shape[:dim], *self._view, *value.shape[dim + 1 :]]
-                made[value] = self._reshape(node, value, shape, spec.with_dim(dim, self.rows))
+                spec = spec.with_dim(dim, self.rows)
+                rows = self._padded(node, value, dim, spec)
+                made[value] = self._reshape(node, rows, shape, spec)
         return lambda arguments: substitute(arguments, made.__getitem__)
 
     def _reshape(self, node: Node, value: Value, shape: Sequence[int], spec: Spec) -> Value:
@@ -138,9 +143,24 @@ class RingSteps:
         self._write(made, as_placed(self.cache.rule(made), made, self.mesh, {value: spec}.get))
         return self.rewriter.before(node, made).outs[0]
 
+    def _padded(self, node: Node, value: Value, dim: int, spec: Spec) -> Value:
+        """A value with rows behind its last one, so that all blocks are equal."""
+        more = math.prod(self._view) - value.shape[dim]
+        if not more:
+            return value
+        pads = [0] * (2 * (value.type.ndim - dim) - 1) + [more]
+        shape = (*value.shape[:dim], value.shape[dim] + more, *value.shape[dim + 1 :])
+        return self._insert(
+            node, aten.constant_pad_nd.default, (value, pads), TensorType(shape, value.type.dtype), {value: spec}.get
+        )
+
     def _flat(self, node: Node, value: Value, like: Value) -> Value:
         assert value.spec is not None
-        return self._reshape(node, value, like.shape, value.spec)
+        rows = math.prod(self._view)
+        flat = self._reshape(node, value, (*like.shape[:2], rows, *like.shape[3:]), value.spec)
+        if like.shape[2] == rows:
+            return flat
+        return self._insert(node, aten.slice.Tensor, (flat, 2, 0, like.shape[2]), like.type)
 
     def _call(self, node: Node, op: Any, args: Any, types: Any, kwargs: Any) -> Node:
         made = Rewriter.make(op, args, types, like=node, kwargs=kwargs)
@@ -149,9 +169,16 @@ class RingSteps:
         self._write(made, self.cache.strategy(self.cache.rule(made), shardings))
         return self.rewriter.before(node, made)
 
-    def _insert(self, node: Node, op: Any, args: Any, type: TensorType) -> Value:
+    def _insert(
+        self,
+        node: Node,
+        op: Any,
+        args: Any,
+        type: TensorType,
+        seen: Callable[[Value], Spec | None] = attrgetter("spec"),
+    ) -> Value:
         made = Rewriter.make(op, args, type, like=node)
-        self._write(made, as_placed(self.cache.rule(made), made, self.mesh, lambda value: value.spec))
+        self._write(made, as_placed(self.cache.rule(made), made, self.mesh, seen))
         return self.rewriter.before(node, made).outs[0]
 
     def _write(self, node: Node, made: Strategy) -> None:

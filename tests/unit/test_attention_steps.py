@@ -97,8 +97,8 @@ def test_stripes_share_a_causal_mask_equally() -> None:
 
 
 @cache
-def ring() -> tuple[Graph, str]:
-    pm, _ = plan(sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring")}, rows_of())
+def ring(rows: int = 12) -> tuple[Graph, str]:
+    pm, _ = plan(sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring")}, rows_of(rows=rows))
     return pm.captured, str(pm.planned)
 
 
@@ -125,6 +125,19 @@ def test_wrong_rings_are_not_proven(wrong: str) -> None:
     damaged = re.sub(*WRONG[wrong], text, count=1)
     assert damaged != text
     assert isinstance(same_function(captured, parse_graph(damaged), default_rules()), Fault)
+
+
+def test_rows_behind_the_last_one_are_proven_not_to_matter() -> None:
+    captured, text = ring(13)
+    assert not isinstance(same_function(captured, parse_graph(text), default_rules()), Fault)
+    wrong = {
+        "other rows of the result": re.sub(r"(slice.Tensor\(%\d+, 2), 0, 13\)", r"\1, 2, 15)", text),
+        "no mask": re.sub(r"(attention_step(_backward)?\(.*?), None, True", r"\1", text),
+        "gradients of rows that are none": re.sub(r"(constant_pad_nd\(%\d+, \[0, 0, 0, 2\])\)", r"\1, 1.0)", text),
+    }
+    for name, damaged in wrong.items():
+        assert damaged != text, name
+        assert isinstance(same_function(captured, parse_graph(damaged), default_rules()), Fault), name
 
 
 def test_the_order_of_steps_does_not_matter() -> None:

@@ -94,7 +94,7 @@ CASES: dict[str, tuple[sx.Mesh, Sharded, str, int]] = {
     "2d, uneven rows": (
         sx.Mesh(r=2, u=2),
         {"args.0": "-, r u, -", "layers.*": sx.Context("r u", "2d")},
-        "h{u} s{r}",
+        "h{u} p{r}",
         13,
     ),
     "ring": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring")}, "p{cp}", 12),

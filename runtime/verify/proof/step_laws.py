@@ -14,6 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from shardfx.ir.graph import Node, Value, substitute
 from shardfx.ir.ops.context.attention_steps import attention_step, attention_step_backward, rotate
@@ -23,8 +26,11 @@ from shardfx.ir.spec import TensorType
 
 from .head_copies import Made, Make, TermOf, Types
 
+aten = torch.ops.aten
 BLOCKS = 3
 """The dim of blocks, between stripes and the rows of a block."""
+Group = tuple[int, int, TensorType]
+"""A whole gradient, the number of its parts, and their type."""
 STEP = ("out", "logsumexp", "shift", "last")
 """The arguments that attention does not have."""
 
@@ -44,17 +50,21 @@ class AttentionSteps:
     """Results of some steps: the whole attention, and the shifts of the blocks."""
     _away: dict[int, tuple[int, int]] = field(default_factory=dict)
     """A gradient of keys that stands where its queries do: its shift, and itself at home."""
-    _group: dict[int, int] = field(default_factory=dict)
+    _group: dict[int, Group] = field(default_factory=dict)
     """The whole gradient of which a term is a part."""
-    _parts: dict[int, dict[int, int]] = field(default_factory=dict)
+    _parts: dict[Group, dict[int, int]] = field(default_factory=dict)
     """Of a whole gradient its known parts, by shift."""
-    _sizes: dict[int, tuple[int, TensorType]] = field(default_factory=dict)
-    """Of a whole gradient the number of its parts, and their type."""
+    _padded: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    """A term of more rows: the first rows, and what the others are; None where nobody knows."""
 
     def apply(self, node: Node, term: TermOf, types: Types) -> Made | None:
         """The terms of a step's results; None where a node is none, or takes what no earlier step gave."""
         if node.op is rotate:
             return self._rotated(node, term(node.operands[0]))
+        if node.op is aten.constant_pad_nd.default:
+            return self._with_rows(node, term(node.operands[0]), types)
+        if node.op is aten.slice.Tensor:
+            return self._first_rows(node, self.reshaped(term(node.operands[0]), node.operands[0].type, node))
         if node.op not in (attention_step, attention_step_backward):
             return None
         view = self._view(node)
@@ -88,8 +98,8 @@ class AttentionSteps:
     def total(self, parts: Iterable[int], node: Node) -> tuple[int, ...]:
         """The parts of a sum, with all those of one gradient as that."""
         left = [*parts]
-        for whole in dict.fromkeys(self._group[each] for each in left if each in self._group):
-            (blocks, type), of = self._sizes[whole], [*self._parts[whole].values()]
+        for group in dict.fromkeys(self._group[each] for each in left if each in self._group):
+            (whole, blocks, type), of = group, [*self._parts[group].values()]
             if len(of) == blocks and all(each in left for each in of):
                 for each in of:
                     left.remove(each)
@@ -103,26 +113,74 @@ class AttentionSteps:
 
     def _whole(self, node: Node, term: TermOf, view: Sequence[int], types: Types) -> Made:
         """The terms of attention to all keys, of the operands that a step has in blocks."""
-        flat: dict[Value, int] = {}
-
-        def whole(value: Value) -> Value:
-            found = Value(self._flat(value.type, view))
-            flat[found] = self.reshaped(term(value), found.type, node)
-            return found
-
+        own = [v for v in node.operands if v not in (node.kwargs.get("out"), node.kwargs.get("logsumexp"))]
+        terms = {v: self.reshaped(term(v), self._flat(v.type, view), node) for v in own}
+        shorter = self._shorter(node, terms)
+        terms |= shorter
+        values = {v: Value(self.types[each]) for v, each in terms.items()}
         kwargs = {name: each for name, each in node.kwargs.items() if name not in STEP}
         op = attention if node.op is attention_step else attention_backward
-        made = Node(op, substitute(node.args, whole), {name: substitute(each, whole) for name, each in kwargs.items()})
+        args, *rest = (substitute(each, values.__getitem__) for each in (node.args, *kwargs.values()))
+        made = Node(op, args, dict(zip(kwargs, rest, strict=True)))
         made.where = node.where
-        of = [None if type is None else self._flat(type, view) for type in types]
+        flat = [None if type is None else self._flat(type, view) for type in types]
         if op is attention_backward:
-            of.insert(3, None)
-        elif of[0] is not None:  # which is in the dtype of scores between steps
-            of[0] = TensorType(of[0].shape, node.operands[0].type.dtype)
+            flat.insert(3, None)
+        elif flat[0] is not None:  # which is in the dtype of scores between steps
+            flat[0] = TensorType(flat[0].shape, node.operands[0].type.dtype)
+        rows = self.types[terms[node.operands[0]]].shape[2]
+        of = [None if type is None else _of_rows(type, rows) for type in flat]
         made.results = [None if type is None else Value(type, made, i) for i, type in enumerate(of)]
-        return self.apply_whole(made, flat.__getitem__)
+        found = self.apply_whole(made, {each: terms[v] for v, each in values.items()}.__getitem__)
+        return tuple(
+            each if each is None or type is None or not shorter else self._longer(each, type, node)
+            for each, type in zip(found, flat, strict=True)
+        )
 
-    def _flat(self, type: TensorType, view: Sequence[int]) -> TensorType:
+    def _shorter(self, node: Node, terms: dict[Value, int]) -> dict[Value, int]:
+        """The operands without the rows behind the last one, where all have such rows, which do not matter."""
+        of_rows = {v: each for v, each in terms.items() if v.type.ndim > 1}
+        if not argument(node, "causal") or not all(each in self._padded for each in of_rows.values()):
+            return {}
+        found = {v: self._padded[each] for v, each in of_rows.items()}
+        grad = argument(node, "grad")
+        sizes = {self.types[each].shape[2 if self.types[each].ndim > 2 else 1] for each, _ in found.values()}
+        return (
+            {}
+            if len(sizes) > 1 or (grad is not None and found[grad][1] != 0)
+            else {v: e for v, (e, _) in found.items()}
+        )
+
+    def _longer(self, term: int, type: TensorType, node: Node) -> int:
+        """A term whose first rows are those of another one."""
+        if self.types[term] == type:
+            return term
+        (made,) = self.make(("first rows", term, type), (type,), node)
+        assert made is not None
+        self._padded.setdefault(made, (term, None))
+        return made
+
+    def _with_rows(self, node: Node, term: int, types: Types) -> Made | None:
+        """The term of rows that are padded behind the last one; None where other dims are padded."""
+        value, pads, fill = *node.args[:2], argument(node, "value")
+        dim = 2 if value.type.ndim > 2 else 1
+        own = [0] * 2 * (value.type.ndim - dim)
+        if len(pads) != len(own) or list(pads[:-1]) != own[:-1] or pads[-1] < 1:
+            return None
+        made = self.make(("padded", term, types[0], fill), types, node)
+        self._padded[made[0]] = term, fill  # type: ignore[index]
+        return made
+
+    def _first_rows(self, node: Node, term: int) -> Made | None:
+        """The term of all rows but those behind the last one; None where a slice is of others."""
+        base, _ = self._padded.get(term, (None, None))
+        dim, start, end, step = (argument(node, name) for name in ("dim", "start", "end", "step"))
+        if base is None or dim != (2 if node.outs[0].type.ndim > 2 else 1) or start or step != 1:
+            return None
+        return (base,) if end == node.outs[0].shape[dim] and self.types[base] == node.outs[0].type else None
+
+    @staticmethod
+    def _flat(type: TensorType, view: Sequence[int]) -> TensorType:
         if type.ndim < 2:
             return type
         dim = 2 if type.ndim > 4 else 1
@@ -132,8 +190,8 @@ class AttentionSteps:
     def _gradient(self, node: Node, whole: int, shift: int, blocks: int, moved: bool, type: TensorType) -> int:
         (home,) = self.make(("part", whole, shift, blocks, type), (type,), node)
         assert home is not None
-        self._group[home], self._sizes[whole] = whole, (blocks, type)
-        self._parts.setdefault(whole, {})[shift] = home
+        self._group[home] = whole, blocks, type
+        self._parts.setdefault((whole, blocks, type), {})[shift] = home
         if not moved or not shift:
             return home
         (away,) = self.make(("part away", whole, shift, blocks, type), (type,), node)
@@ -145,3 +203,8 @@ class AttentionSteps:
         shift, home = self._away.get(term, (0, term))
         by = argument(node, "shift") if argument(node, "dim") == BLOCKS else None
         return (home,) if home != term and by is not None and (by + shift) % node.outs[0].shape[BLOCKS] == 0 else None
+
+
+def _of_rows(type: TensorType, rows: int) -> TensorType:
+    """A type ``[b h s ..]`` of another number of rows; one of no rows as it is."""
+    return type if type.ndim < 3 else TensorType((*type.shape[:2], rows, *type.shape[3:]), type.dtype)
