@@ -12,8 +12,9 @@ from __future__ import annotations
 import ast
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
+from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from shardfx.ir.errors import Error, did_you_mean
@@ -25,6 +26,7 @@ VALUE = re.compile(r"""('(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*")|(?<==)\s*([\w.*/+-]
 NOT_FINITE = ("inf", "-inf", "nan")
 NO_LITERAL = (ValueError, SyntaxError, TypeError, MemoryError, RecursionError)
 Made = TypeVar("Made")
+types_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
@@ -38,7 +40,7 @@ def parse_pass(text: str, find: Callable[[str], type[Made]]) -> Made:
         expected = "a name, and options in braces: bucket-comm{mb=25.0}"
         raise Error("this text is not a pass", where="Hints(passes=...)", expected=expected, got=repr(text))
     kind = find(match[1])
-    hints = get_type_hints(kind)
+    hints = types_of(kind)
     known = {each.name: each for each in fields(kind) if each.init}  # type: ignore[arg-type]
     options = _options(match[2] or "", text)
     for name, value in options.items():
@@ -63,7 +65,7 @@ def options_of(each: Any) -> str:
 
 def options_text(kind: type[Any], between: str = ", ") -> str:
     """The options of a pass with their types and defaults: ``mb: float = 25.0``."""
-    hints = get_type_hints(kind)
+    hints = types_of(kind)
     return between.join(
         f"{each.name}: {_named(hints[each.name])}{_default(each)}" for each in fields(kind) if each.init
     )
@@ -75,7 +77,7 @@ def check_options(each: Any, where: str = "", **least: int) -> None:
     Raises:
         Error: naming the option, what fits, and what was given.
     """
-    hints, kind = get_type_hints(type(each)), type(each).__name__
+    hints, kind = types_of(type(each)), type(each).__name__
     for name in (option.name for option in fields(each)):
         value = getattr(each, name)
         if not fits(value, hints[name]) or (name in least and value is not None and value < least[name]):
@@ -100,6 +102,8 @@ def fits(value: Any, hint: Any) -> bool:
     if origin in (tuple, list, Sequence):
         kinds, inner = (list, tuple) if origin is Sequence else origin, [arg for arg in args if arg is not ...]
         return isinstance(value, kinds) and all(any(fits(each, arg) for arg in inner) for each in value)
+    if origin is Mapping:
+        return isinstance(value, Mapping) and all(all(map(fits, pair, args)) for pair in value.items())
     if hint in (bool, int, float, str):
         return type(value) is hint
     if origin is Callable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -15,6 +15,7 @@ from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.rules.book import RuleEntry
 from shardfx.passes import Offload, Pass, Pipeline, Recompute
+from shardfx.passes.pass_text import check_options
 from shardfx.passes.rank import RankPass
 
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kKMGTP])(i?))?B?")
@@ -122,7 +123,7 @@ class Hints:
     specs: Mapping[str, Any] = field(default_factory=dict)
     strategies: Mapping[str, Any] = field(default_factory=dict)
     strict: bool = False
-    bucket_mb: float = 25.0
+    bucket_mb: float | int = 25.0
     passes: Sequence[Pass | str] = ()
     machine: Machine | str | None = None
     rules: Sequence[RuleEntry] = ()
@@ -130,39 +131,40 @@ class Hints:
     device: str | torch.device | None = None
     max_specializations: int = 8
     guard: bool = False
-    check_inputs: bool | str = False
-    batch_stats: str | None = None
-    zero: int = 0
-    zero_axis: str | tuple[str, ...] = "dp"
+    check_inputs: bool | Literal["broadcast"] = False
+    batch_stats: Literal["local", "microbatch"] | None = None
+    zero: Literal[0, 1, 2, 3] = 0
+    zero_axis: str | Sequence[str] = "dp"
     zero_min_numel: int = 2**14
     recompute: str | Recompute | Sequence[str | Recompute] | None = None
     memory: int | str | None = None
     optimizer: Callable[[Parameters], Any] | None = None
-    clip_grad_norm: float | None = None
+    clip_grad_norm: float | int | None = None
     scheduled_options: Sequence[str] = ()
     mixed_precision: MixedPrecision | torch.dtype | None = None
     offload: Sequence[str | Offload] = ()
     grad_accumulation: int = 1
-    reduce: str = "auto"
+    reduce: Literal["last", "each", "auto"] = "auto"
     pipeline: Pipeline | None = None
     arena: bool = False
 
     def __post_init__(self) -> None:
-        for name, (fits, expected) in FIELDS.items():
+        check_options(self, bucket_mb=0, zero_min_numel=0, grad_accumulation=1, max_specializations=1)
+        for name, (fits, expected) in FURTHER.items():
             if not fits(getattr(self, name)):
                 raise Error(
                     f"Hints({name}=...) is of another kind",
                     where=f"Hints({name}=...)",
                     expected=expected,
-                    got=f"{getattr(self, name)!r:.100} of type {type(getattr(self, name)).__name__}",
-                    remedy="see what help(sx.Hints) says of it",
+                    got=f"{getattr(self, name)!r:.100}",
+                    remedy="see help(shardfx.Hints)",
                 )
         MixedPrecision.of(self.mixed_precision), Machine.of(self.machine)  # which says so if there is none of that name
 
 
 def _is_device(value: Any) -> bool:
     try:
-        return value is None or (isinstance(value, (str, torch.device)) and bool(torch.device(value)))
+        return value is None or bool(torch.device(value))
     except RuntimeError:
         return False
 
@@ -178,66 +180,10 @@ def bytes_of(value: Any) -> int:
     return int(float(number) * (1024 if binary else 1000) ** " KMGTP".index((prefix or " ").upper()))
 
 
-def _are(kind: Any, value: Any) -> bool:
-    """Whether this is a list or a tuple of such."""
-    return isinstance(value, (list, tuple)) and all(isinstance(each, kind) for each in value)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
-
-
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "args": (lambda given: isinstance(given, tuple), "a tuple: args=(x,), with a comma behind a single tensor"),
-    "kwargs": (_is_names, "a dict of inputs by name"),
-    "loss": (lambda given: given is None or callable(given), "a function loss(out, *targets), or None"),
-    "targets": (lambda given: isinstance(given, tuple), "a tuple: targets=(y,), with a comma behind a single tensor"),
-    "specs": (_is_names, 'a dict of placements by name: {"args.0": "dp, -"}'),
-    "strategies": (_is_names, 'a dict of strategies by module or op: {"fc1": "n{tp}"}'),
-    "check_inputs": (lambda given: isinstance(given, bool) or given == "broadcast", "True or False, or 'broadcast'"),
-    "batch_stats": (
-        lambda given: given in (None, "local", "microbatch"),
-        "None, for the global batch's, 'local' or 'microbatch'",
-    ),
-    "strict": (lambda given: isinstance(given, bool), "True or False"),
-    "arena": (lambda given: isinstance(given, bool), "True or False"),
-    "guard": (lambda given: isinstance(given, bool), "True or False"),
-    "bucket_mb": (lambda given: type(given) in (int, float) and given >= 0, "a number of megabytes, 0 for none"),
-    "passes": (lambda given: isinstance(given, (list, tuple)), "a list of passes"),
-    "rules": (lambda given: _are(RuleEntry, given), "a list of op rules, as shardfx.rule(...) gives them"),
-    "rank_passes": (lambda given: isinstance(given, (list, tuple)), "a list of rank passes"),
+FURTHER: dict[str, tuple[Callable[[Any], bool], str]] = {
     "device": (_is_device, "the name of a device of torch, such as 'cuda', or None"),
-    "zero": (lambda given: type(given) is int and 0 <= given <= 3, "a level: 0, 1, 2 or 3"),
-    "zero_axis": (
-        lambda given: isinstance(given, str) or (bool(given) and _are(str, given)),
-        "the name of a mesh axis, or a tuple of such",
-    ),
-    "zero_min_numel": (lambda given: type(given) is int and given >= 0, "a number of elements"),
+    "zero_axis": (bool, "the name of a mesh axis, or a tuple of such"),
     "memory": (lambda given: given is None or bytes_of(given) > 0, "a number of bytes, or text such as '16GiB'"),
-    "recompute": (
-        lambda given: given is None or isinstance(given, (str, Recompute)) or _are((str, Recompute), given),
-        "a pattern of modules, a shardfx.Recompute, a tuple of such, or 'auto'",
-    ),
-    "optimizer": (
-        lambda given: given is None or callable(given),
-        "a function that makes it of parameters: lambda params: torch.optim.AdamW(params, lr=3e-4)",
-    ),
-    "mixed_precision": (
-        lambda given: given is None or isinstance(given, (MixedPrecision, torch.dtype)),
-        "a dtype such as torch.bfloat16, a shardfx.MixedPrecision, or None",
-    ),
-    "scheduled_options": (lambda given: _are(str, given), "names of options, such as ('betas', 'weight_decay')"),
-    "clip_grad_norm": (
-        lambda given: given is None or (type(given) in (int, float) and given > 0),
-        "a norm above zero, or None",
-    ),
-    "offload": (
-        lambda given: _are((str, Offload), given),
-        "a tuple of 'activations', 'optimizer', 'parameters', 'rows', or of shardfx.Offload",
-    ),
-    "pipeline": (lambda given: given is None or isinstance(given, Pipeline), "a shardfx.Pipeline, or None"),
-    "grad_accumulation": (lambda given: type(given) is int and given >= 1, "a number of iterations, at least 1"),
-    "reduce": (lambda given: given in ("last", "each", "auto"), "'last', 'each' or 'auto'"),
-    "max_specializations": (lambda given: type(given) is int and given >= 1, "a number of call signatures, at least 1"),
+    "clip_grad_norm": (lambda given: given is None or given > 0, "a norm above zero, or None"),
 }
-"""What a field may be, and that in words."""
+"""What a field must be beside its type, and that in words."""

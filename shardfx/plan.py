@@ -23,18 +23,19 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, factors_text
-from shardfx.ir.mesh import Link, Loop, Mesh
+from shardfx.ir.mesh import Axis, Link, Mesh
 from shardfx.ir.names import module_outputs, pattern
 from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.context_parallel import Context
+from shardfx.passes.pass_text import check_options
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.schedules.accumulate import specs_in_iterations
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from shardfx.hints import Hints
 
 
-T = TypeVar("T")
 FORMAT = "shardfx plan"
 LARGEST = 1 << 28
 """Bytes of a file that is read; more than that is no plan."""
@@ -91,34 +91,22 @@ def read_plan(path: str | Path) -> Plan:
 
 
 def _plan_of(content: dict[str, Any]) -> Plan:
-    mesh = _typed(list, content["mesh"], "mesh")
-    axes = {_typed(str, axis["name"], "name"): _extent(axis) for axis in mesh}
-    links = {axis["name"]: Link(axis["bandwidth"], axis["latency"]) for axis in mesh}
-    texts: dict[str, Any] = {
-        name: {key: _typed(str, text, f"{name}: {key}") for key, text in content[name].items()}
-        for name in ("inputs", "hinted", "hinted_strategies", "strategies", "said")
-    }
-    texts |= {name: _typed(str, content[name], name) for name in ("fingerprint", "shardfx", "torch")}
-    passes = tuple(_typed(str, each, "passes") for each in _typed(list, content["passes"], "passes"))
-    plan = Plan(Mesh(links=links, **axes), passes=passes, **texts)
+    axes = [
+        Axis(axis["name"], axis["size"], axis["loop"], Link(axis["bandwidth"], axis["latency"]), axis["interleave"])
+        for axis in content["mesh"]
+    ]
+    for each in axes:
+        check_options(each)
+    mesh = Mesh(links={axis.name: axis.link for axis in axes}, **{axis.name: axis.extent for axis in axes})
+    passes = content["passes"]
+    decisions = {each.name: content[each.name] for each in fields(Plan)}
+    decisions |= {"mesh": mesh, "passes": tuple(passes) if isinstance(passes, list) else passes}
+    check_options(plan := Plan(**decisions))
     for text in (*plan.inputs.values(), *plan.hinted.values()):
         parse_spec(text, plan.mesh)
     for text in plan.said.values():
         _read(text, plan.mesh)
     return plan
-
-
-def _typed(kind: type[T], value: Any, name: str) -> T:
-    if type(value) is not kind:
-        raise TypeError(f"{name!r} is no {kind.__name__}: {str(value)[:60]}")
-    return value
-
-
-def _extent(axis: dict[str, Any]) -> int | Loop:
-    size, loop, interleave = (
-        _typed(kind, axis[name], name) for name, kind in (("size", int), ("loop", bool), ("interleave", bool))
-    )
-    return Loop(size, bool(interleave)) if loop else size
 
 
 class PlannedSpecs(dict[str, "Spec | Context"]):
