@@ -31,19 +31,17 @@ from shardfx.ir.text.printer import size_text
 from shardfx.memory.candidates import Candidate, PlanSearch, repeated_modules, what_fits
 from shardfx.memory.recompute_segments import (
     ModelSegment,
-    Modules,
     OpGroup,
     SegmentedStep,
     SegmentKind,
     runs,
-    successive_modules,
 )
 from shardfx.passes import Offload, Recompute
 from shardfx.passes.memory.module_patterns import matching_modules
 from shardfx.passes.memory.offload import ACTIVATIONS
 
 TOGETHER = (2, 4, 8)
-"""The numbers of consecutive modules that are recomputed as one segment, as a last resort."""
+"""The numbers of consecutive modules that are recomputed as one segment, where nothing of them is kept."""
 TRIES = 4
 """The number of corrections of the budget by a plan's replayed peak."""
 
@@ -98,56 +96,33 @@ class RecomputeChoices:
         offloaded = offloads(search.hints)
         self.options = next((each for each in offloaded if ACTIVATIONS in each.whats), None)
         self._others = tuple(left for each in offloaded for left in each.without(ACTIVATIONS))
-        self._step = self._segmented()
+        memory, machine = search.initial.memory, Machine.of(search.hints.machine)
+        self._step = SegmentedStep(memory, search.compiled.after, machine, self.options)
 
     def candidates(self) -> Iterator[Candidate]:
-        """Choices for segments that are one module each; for longer ones; and those that recompute all alike."""
-        yield from self._chosen(self._step)
-        yield from self._joined()
-        yield from self._wholesale()
-
-    def _segmented(self, parts: tuple[Modules, ...] = ()) -> SegmentedStep:
-        memory, machine = self.search.initial.memory, Machine.of(self.search.hints.machine)
-        return SegmentedStep(memory, self.search.compiled.after, machine, self.options, parts)
-
-    def _chosen(self, step: SegmentedStep) -> Iterator[Candidate]:
         """The cheapest choices; if they do not fit, and the leanest does, which needs less than predicted, those with
-        its margin, and itself."""
-        budget = self.search.budget
-        yield from self._cheapest(step, budget)
+        its margin, and itself; then those that recompute all alike."""
+        step, budget = self._step, self.search.budget
+        yield from self._cheapest(budget)
         floor = least_peak(step.kinds, step.moments)
         choice = cheapest(step.kinds, step.moments, floor)
-        leanest = self._planned(step, choice) if choice is not None else None
+        leanest = self._planned(choice) if choice is not None else None
         if leanest is not None and self.search.fits(leanest):
-            yield from self._cheapest(step, budget + floor - leanest.peak)
+            yield from self._cheapest(budget + floor - leanest.peak)
             self.quality = "no cheaper choice was found"
             yield leanest
+        yield from self._wholesale()
 
-    def _cheapest(self, step: SegmentedStep, budget: int) -> Iterator[Candidate]:
+    def _cheapest(self, budget: int) -> Iterator[Candidate]:
         """The cheapest choices; bytes of each plan beyond the prediction are subtracted from the budget of the next."""
         for _ in range(TRIES):
-            choice = cheapest(step.kinds, step.moments, budget)
+            choice = cheapest(self._step.kinds, self._step.moments, budget)
             if choice is None:
                 return
-            made = self._planned(step, choice)
+            made = self._planned(choice)
             self.quality = f"the cheapest choice is at most {choice.gap:.1%} cheaper"
             yield made
             budget -= made.peak - self.search.budget
-
-    def _joined(self) -> Iterator[Candidate]:
-        """Choices for longer segments, of consecutive modules: those first whose cheapest choice costs least. Of those
-        that are predicted not to fit the leanest is tried alone."""
-        ranked = []
-        for count in (each for each in TOGETHER if each < len(self._step.segments)):
-            step = self._segmented(successive_modules(self._step, count))
-            choice = cheapest(step.kinds, step.moments, self.search.budget)
-            ranked.append(
-                (inf, least_peak(step.kinds, step.moments), step) if choice is None else (choice.seconds, 0, step)
-            )
-        for seconds, _, step in sorted(ranked, key=lambda each: each[:2]):
-            yield from self._chosen(step)
-            if seconds == inf:
-                return
 
     def _wholesale(self) -> Iterator[Candidate]:
         """The fastest that fits, of those that recompute all segments, or all modules of a list, or those of the root,
@@ -161,9 +136,9 @@ class RecomputeChoices:
         self.quality = "nothing between was found"
         yield from () if found is None else (found,)
 
-    def _planned(self, step: SegmentedStep, choice: RecomputeChoice) -> Candidate:
+    def _planned(self, choice: RecomputeChoice) -> Candidate:
         """The candidate of a choice: of each kind a pass for each run of segments that recompute, or offload, alike."""
-        again, away = list[Recompute](), list[Offload]()
+        again, away, step = list[Recompute](), list[Offload](), self._step
         for kind in step.kinds:
             needed, indices = {group for group in kind.groups if group.nbytes}, range(len(kind.segments))
             for segments, kept in runs(
@@ -189,21 +164,21 @@ def _recompute(
     step: SegmentedStep, segments: Sequence[ModelSegment], kept: Iterable[OpGroup] = (), regather: bool = False
 ) -> Recompute:
     where, save = _named(step, segments, kept)
-    return Recompute(save=save, regather=regather, segment=len(segments[0].paths), **where)
+    return Recompute(save=save, regather=regather, **where)
 
 
 def _named(
     step: SegmentedStep, segments: Sequence[ModelSegment], groups: Iterable[OpGroup]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """How a pass names consecutive segments, by a pattern where that is possible, and the ops of groups in them."""
-    paths = [path for each in segments for path in each.paths]
+    paths = [each.path for each in segments]
     pattern = ".".join([*paths[0].split(".")[:-1], "*"])
     there = list(dict.fromkeys(matching_modules(step.graph, pattern, where="Hints(recompute='auto')").values()))
     first, count = there.index(paths[0]), len(segments)
     if there[first : first + count] == paths and len(there) > 1:
         where = {"modules": pattern, "skip": first, "count": count}
-        return where, tuple(sorted(group.pattern([pattern]) for group in groups))
-    named = {group.pattern(each.paths) for group in groups for each in segments}
+        return where, tuple(sorted(group.pattern(pattern) for group in groups))
+    named = {group.pattern(each.path) for group in groups for each in segments}
     return {"modules": tuple(paths)}, tuple(sorted(named))
 
 

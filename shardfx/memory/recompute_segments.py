@@ -1,8 +1,7 @@
 """Segments of a step that may be recomputed: equal ones as one kind, and the values of each.
 
-A segment is what a module of a list does (``layers.3``), or of a module of the root where there is no list; or several
-consecutive modules (:func:`successive_modules`). Some of its values are live until the backward; outputs that go on to
-other segments are kept in any case.
+A segment is what a module of a list does (``layers.3``), or of a module of the root where there is no list. Some of its
+values are live until the backward; outputs that go on to other segments are kept in any case.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from typing import TypeVar
 
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.graph import Graph, Node, Phase, Value, op_name
-from shardfx.ir.names import block_of, prefixes, within
+from shardfx.ir.names import block_of
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.ops.sends import fetched, is_comm
 from shardfx.ir.ops.traits import gives_alias
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.passes import Offload
-from shardfx.passes.memory.module_patterns import joined
 
 Mark = TypeVar("Mark", bound=Hashable)
 
@@ -35,20 +33,12 @@ def segment_of(module: str) -> str:
 
 @dataclass
 class ModelSegment:
-    """A segment: its nodes, and the calls of a rank for them, ``ahead`` in the forward and ``back`` in the backward.
+    """The segment of a module: its nodes, and a rank's calls for them, ``ahead`` in the forward, ``back`` behind it."""
 
-    ``paths`` are its modules.
-    """
-
-    paths: tuple[str, ...]
+    path: str
     nodes: list[Node] = field(default_factory=list)
     ahead: list[int] = field(default_factory=list)
     back: list[int] = field(default_factory=list)
-
-    def place(self, module: str) -> tuple[int, str]:
-        """The index of the segment's module around ``module``, and the rest of its path; -1, and all of it, if none."""
-        at = next((at for at, path in enumerate(self.paths) if within(module, path)), -1)
-        return at, module[len(self.paths[at]) :] if at >= 0 else module
 
     def waits(self, call: int) -> bool:
         """Whether a call is between its forward and its backward."""
@@ -59,13 +49,12 @@ class ModelSegment:
 class OpGroup:
     """The nodes of one op in one module of a segment: kept together, or recomputed together.
 
-    ``at`` and ``module`` are the :meth:`Segment.place` of it.
-    ``seconds`` is the time to recompute it. Where it is kept, ``nbytes`` of it are live until the backward, which
-    needs them itself; the ``extra`` bytes are needed by ``users`` that are recomputed, and live where there are such.
-    ``away`` are the seconds of offloading and fetching the bytes, where that is possible.
+    ``module`` is the path within the segment, and ``seconds`` the time to recompute it. Where it is kept, ``nbytes`` of
+    it are live until the backward, which needs them itself; the ``extra`` bytes are needed by ``users`` that are
+    recomputed, and live where there are such. ``away`` are the seconds of offloading and fetching the bytes, where that
+    is possible.
     """
 
-    at: int
     module: str
     op: str
     nbytes: int = 0
@@ -74,9 +63,9 @@ class OpGroup:
     users: list[OpGroup] = field(default_factory=list)
     away: float = inf
 
-    def pattern(self, paths: Sequence[str]) -> str:
-        """The group's pattern in the option ``keep``, with ``paths`` for the modules of the segment."""
-        return f"{paths[self.at] if self.at >= 0 else ''}{self.module}:{self.op}"
+    def pattern(self, path: str) -> str:
+        """The group's pattern in the option ``save``, with ``path`` for the module of the segment."""
+        return f"{path}{self.module}:{self.op}"
 
 
 @dataclass
@@ -101,26 +90,6 @@ class SegmentedStep:
     machine: Machine
     offload: Offload | None = None
     """The options of offloading activations."""
-    parts: tuple[tuple[str, ...], ...] = ()
-    """The modules of each segment, where they are not those of lists, each by itself."""
-
-    def segment_at(self, module: str) -> str:
-        """The first module of the segment that a module lies in; empty where it lies in none."""
-        if not self.parts:
-            return segment_of(module)
-        return next((self._into[path] for path in prefixes(module) if path in self._into), "")
-
-    @cached_property
-    def _into(self) -> dict[str, str]:
-        return {path: paths[0] for paths in self.parts for path in paths}
-
-    @cached_property
-    def _names(self) -> dict[Node, str]:
-        """The segment of each node of the forward that lies in one, by the first of its modules."""
-        if not self.parts:
-            return {node: path for node in self._forward if (path := segment_of(node.where.module))}
-        of = {node: path for node in self._forward for path in prefixes(node.where.module) if path in self._into}
-        return joined(self.graph, of, self._into)
 
     @cached_property
     def _forward(self) -> list[Node]:
@@ -129,18 +98,16 @@ class SegmentedStep:
     @cached_property
     def segments(self) -> list[ModelSegment]:
         """The segments that have a forward and a backward, in forward order."""
-        of_parts = {paths[0]: paths for paths in self.parts}
         found: dict[str, ModelSegment] = {}
-        for node, path in self._names.items():
-            found.setdefault(path, ModelSegment(of_parts.get(path, (path,)))).nodes.append(node)
+        for node in self._forward:
+            if path := segment_of(node.where.module):
+                found.setdefault(path, ModelSegment(path)).nodes.append(node)
         for at, call in enumerate(self.memory.footprint.calls):
             planned = call.meta.get("shardfx")
             if not isinstance(planned, Node) or planned.phase is Phase.UPDATE:
                 continue
-            module, ahead = planned.where.module, planned.phase is Phase.FORWARD
-            segment = found.get((ahead and self._names.get(planned)) or self.segment_at(module))
-            if segment is not None:
-                (segment.ahead if ahead else segment.back).append(at)
+            if (segment := found.get(segment_of(planned.where.module))) is not None:
+                (segment.ahead if planned.phase is Phase.FORWARD else segment.back).append(at)
         for each in found.values():
             each.ahead, each.back = split_calls(each.ahead, each.back)
         full = [each for each in found.values() if each.ahead and each.back]
@@ -151,21 +118,22 @@ class SegmentedStep:
         """The kinds of segments: equal ones grouped."""
         found: dict[Hashable, list[ModelSegment]] = {}
         for each in self.segments:
-            key = tuple([(each.place(node.where.module), alike(node, placed=True)) for node in each.nodes])
+            start = len(each.path)
+            key = tuple([(node.where.module[start:], alike(node, placed=True)) for node in each.nodes])
             found.setdefault(key, []).append(each)
         return [SegmentKind(alike, self._groups(alike[len(alike) // 2])) for alike in found.values()]
 
     def _groups(self, segment: ModelSegment) -> list[OpGroup]:
         """The groups of one segment that may be recomputed: no gathers of parameters, which are bucketed with those of
         other segments, so that to gather some of them again frees nothing."""
-        found: dict[tuple[int, str, str], OpGroup] = {}
+        found: dict[tuple[str, str], OpGroup] = {}
         of: dict[Node, OpGroup] = {}
         offloaded: dict[OpGroup, list[Value]] = {}
-        leaving = sources(value for value, users in self._users.items() if users - {segment.paths[0]})
+        leaving = sources(value for value, users in self._users.items() if users - {segment.path})
         for node in segment.nodes:
             gathers = is_comm(node) and self._fetched.issuperset(node.outs)
             if not leaving.issuperset(node.outs) and not gives_alias(node.op) and not moves_pool(node) and not gathers:
-                key = *segment.place(node.where.module), op_name(node.op)
+                key = node.where.module[len(segment.path) :], op_name(node.op)
                 of[node] = found.setdefault(key, OpGroup(*key))
         for node, group in of.items():
             group.seconds += self._seconds.get(node, 0.0)
@@ -197,7 +165,7 @@ class SegmentedStep:
         found: dict[Value, set[str]] = {output.value: {"outputs"} for output in self.graph.outputs}
         for node in self._forward:
             for value in node.operands:
-                found.setdefault(value, set()).add(self._names.get(node, ""))
+                found.setdefault(value, set()).add(segment_of(node.where.module))
         return found
 
     @cached_property
@@ -281,12 +249,3 @@ def runs(kind: SegmentKind, marks: Sequence[Mark]) -> Iterator[tuple[list[ModelS
     """Consecutive segments of equal marks, and their mark."""
     for mark, pairs in groupby(zip(kind.segments, marks, strict=True), key=lambda pair: pair[1]):
         yield [segment for segment, _ in pairs], mark
-
-
-Modules = tuple[str, ...]
-
-
-def successive_modules(step: SegmentedStep, count: int) -> tuple[Modules, ...]:
-    """The modules of longer segments: of so many consecutive ones of a step each."""
-    paths = [path for each in step.segments for path in each.paths]
-    return tuple(tuple(paths[at : at + count]) for at in range(0, len(paths), count))

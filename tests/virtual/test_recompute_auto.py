@@ -1,4 +1,4 @@
-"""What is recomputed to fit a budget: the cheapest choice, several modules together; nothing else changes by it."""
+"""What is recomputed to fit a budget: the cheapest choice; nothing else changes by it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_mistakes_are_errors(hints: dict[str, Any], what: str) -> None:
 
 def kind(count: int, *groups: OpGroup) -> SegmentKind:
     """So many segments that are alike."""
-    return SegmentKind([ModelSegment((f"layers.{i}",)) for i in range(count)], list(groups))
+    return SegmentKind([ModelSegment(f"layers.{i}") for i in range(count)], list(groups))
 
 
 def chosen(kinds: list[SegmentKind], held: dict[tuple[int, ...], int], budget: int) -> RecomputeChoice:
@@ -73,7 +73,7 @@ def chosen(kinds: list[SegmentKind], held: dict[tuple[int, ...], int], budget: i
 
 def test_what_is_dear_is_offloaded() -> None:
     """The first segments make it again, the next ones put it away, whichever costs less for each group."""
-    dear, cheap = OpGroup(0, "", "aten.mm", 10, 2.0, away=1.0), OpGroup(0, "", "aten.gelu", 10, 0.5, away=1.0)
+    dear, cheap = OpGroup("", "aten.mm", 10, 2.0, away=1.0), OpGroup("", "aten.gelu", 10, 0.5, away=1.0)
     found = chosen([kind(8, dear, cheap)], {(8,): 200}, 80)
     assert found.again == {dear: 0, cheap: 8} and found.away == {dear: 4, cheap: 0} and found.seconds == 8.0
     both = chosen([kind(4, dear)], {(4,): 100}, 60)
@@ -84,20 +84,20 @@ def test_what_is_dear_is_offloaded() -> None:
 def test_what_is_made_of_something_needs_it() -> None:
     """The gelu is recomputed from the product, which the backward itself does not need: that is kept, or recomputed
     too."""
-    gelu = OpGroup(0, "", "aten.gelu", 10, 1.0)
-    product = OpGroup(0, "", "aten.mm", 0, 50.0, 4, [gelu])
+    gelu = OpGroup("", "aten.gelu", 10, 1.0)
+    product = OpGroup("", "aten.mm", 0, 50.0, 4, [gelu])
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 76)
     assert found.again == {gelu: 4, product: 0} and found.kept[product] == 4
     found = chosen([kind(4, gelu, product)], {(4,): 100}, 60)
     assert found.again == {gelu: 4, product: 4} and found.seconds == 204.0
-    statistics = OpGroup(0, "", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
+    statistics = OpGroup("", "aten.native_layer_norm", 1, 50.0, 4, [gelu])  # the backward needs but a part of it
     found = chosen([kind(4, gelu, statistics)], {(4,): 104}, 80)
     assert found.again == {gelu: 4, statistics: 0} and found.kept[statistics] == 4
 
 
 def test_the_last_blocks_keep_what_a_later_moment_has_room_for() -> None:
     """Half way back, when gradients have come, the first half waits alone: that recomputes, the last blocks keep."""
-    group = OpGroup(0, "", "aten.mm", 10, 1.0)
+    group = OpGroup("", "aten.mm", 10, 1.0)
     found = chosen([kind(8, group)], {(8,): 100, (4,): 120}, 90)
     assert found.again == {group: 3}
     assert cheapest([kind(8, group)], {(8,): 100, (4,): 120}, 70) is None
