@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -23,7 +22,7 @@ from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.replay import replay, values
 from shardfx.ir.dim_sharding import is_strided
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, InputKind, Value
 from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
@@ -147,7 +146,7 @@ class PlannedModule(ProxyRoot):
         memory = self._memory(programs, 0, None, replayed)
         timeline = self._timeline(machine, None, replayed)
         warnings, virtual = programs.warnings(), self._target.virtual
-        made = make_report(self._compiled, memory, timeline, machine, warnings, self._measured, virtual)
+        made = make_report(self._compiled, memory, timeline, warnings, self._measured, virtual)
         return replace(made, notes=self._variants.notes)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:
@@ -358,13 +357,12 @@ def input_value(graph: Graph, name: str, where: str) -> Value:
     given = (*graph.of_kind(InputKind.ARGUMENT), *graph.of_kind(InputKind.TARGET))
     known = {inp.name: inp.value for inp in given}
     if name not in known:
-        near = get_close_matches(name, known, 1)
         raise Error(
             f"there is no input {name!r}",
             where=where,
             expected=f"one of {', '.join(known)}",
             got=name,
-            remedy=f"did you mean {near[0]!r}?" if near else None,
+            remedy=did_you_mean(name, known),
         )
     return known[name]
 

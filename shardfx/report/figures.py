@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardfx.ir.cost.amounts import Cost
-from shardfx.ir.cost.machine import Machine
 from shardfx.ir.mesh import Mesh
 from shardfx.memory.rank_memory import RankMemory
 from shardfx.report.report_rows import StageRow, TileRow
@@ -65,47 +63,6 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """Seconds of one step on a machine: of the work of rank 0, part by part, and of the step, in which streams go on
-    side by side (``pm.timeline()``)."""
-
-    cost: Cost
-    machine: Machine
-    mesh: Mesh
-    timeline: PlanTimeline
-
-    @property
-    def compute(self) -> float:
-        """Seconds of everything but communication."""
-        return self.cost.computing(self.machine)
-
-    @property
-    def communication(self) -> float:
-        """Seconds of communication, by the links of the mesh."""
-        return self.cost.sending(self.machine, self.mesh)
-
-    @property
-    def carrying(self) -> float:
-        """Seconds of offloading and fetching, by the machine's link to its other memory."""
-        return self.cost.copying(self.machine)
-
-    @property
-    def exposed(self) -> float:
-        """Seconds of exposed communication and offloading, on the rank that has most of them."""
-        return self.timeline.exposed
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of hidden communication and offloading on that rank."""
-        return self.timeline.hidden
-
-    @property
-    def total(self) -> float:
-        """Seconds of the step."""
-        return self.timeline.step
-
-
-@dataclass(frozen=True)
 class Report:
     """The costs of a plan; ``str(report)`` is a few tables."""
 
@@ -113,7 +70,7 @@ class Report:
     ops: tuple[int, int]
     memory: RankMemory
     communication: Communication
-    time: Estimate
+    time: PlanTimeline
     warnings: tuple[str, ...] = ()
     passes: Mapping[str, float] = field(default_factory=dict)
     stages: tuple[StageRow, ...] = ()
@@ -129,9 +86,8 @@ class Report:
     @property
     def as_measured(self) -> float:
         """The predicted seconds that a measurement compares with: of virtual ranks the work of all of them."""
-        timeline = self.time.timeline
-        rows = timeline.places or timeline.schedule.ranks
-        return sum(timeline.busy[row] for row in rows) if self.virtual else timeline.step
+        rows = self.time.places or self.time.schedule.ranks
+        return sum(self.time.busy[row] for row in rows) if self.virtual else self.time.step
 
     def __str__(self) -> str:
         return render(self.__rich__())

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from shardfx.compile import no_collection
-from shardfx.ir.cost.machine import Machine
 from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.cost.traffic import TripCounts, comm_name, over_loop, traffic
@@ -21,7 +20,7 @@ from shardfx.report.report_rows import is_of_rank, stage_rows, tile_rows
 from shardfx.runtime.recording import Recording
 from shardfx.schedules.timeline import PlanTimeline
 
-from .figures import Cause, CommRow, Communication, Estimate, Report
+from .figures import Cause, CommRow, Communication, Report
 
 if TYPE_CHECKING:
     from shardfx.compiled import Compiled
@@ -31,21 +30,16 @@ def make_report(
     compiled: Compiled,
     memory: RankMemory,
     timeline: PlanTimeline,
-    machine: Machine | str | None = None,
     notes: Iterable[str] = (),
     measured: Recording | None = None,
     virtual: bool = False,
 ) -> Report:
     """The report of a compiled model, and of the memory and program of rank 0 (see ``ParallelModule.report``).
 
-    It is for the machine that the model was planned for, or for another one: axes whose link the user's mesh does not
-    state have that one's. ``timeline`` is that of the plan on that machine; ``notes`` are those of rank passes, and
-    what else is to be said of the programs.
+    It is for the machine of the ``timeline``; ``notes`` are those of rank passes, and what else is to be said of the
+    programs.
     """
-    graph, context, program = compiled.after, compiled.context, memory.program
-    planned = Machine.of(compiled.hints.machine)
-    device = planned if machine is None else Machine.of(machine)
-    mesh = device.connect(graph.mesh, instead_of=planned)
+    graph, context, program, mesh = compiled.after, compiled.context, memory.program, timeline.mesh
     with no_collection():
         kinds = {output.kind for output in program.outputs}
         communication = Communication(tuple(comm_rows(graph, mesh, kinds, program.rank)))
@@ -55,7 +49,7 @@ def make_report(
         (len(compiled.before.nodes), len(graph.nodes)),
         memory,
         communication,
-        Estimate(memory.footprint.cost, device, mesh, timeline),
+        timeline,
         (*compiled.after.notes, *notes),
         dict(context.seconds),
         stage_rows(graph),

@@ -180,7 +180,7 @@ def _time(report: Report) -> list[RenderableType]:
         note = f"communication that no compute hides; {seconds_text(time.hidden)} are hidden"
         made.add_row("exposed", seconds_text(time.exposed), Text(note, "dim"))
     made.add_section()
-    idle = f", and {time.timeline.bubble:.1%} bubble" if report.stages else ""
+    idle = f", and {time.bubble:.1%} bubble" if report.stages else ""
     made.add_row(
         Text("step", "bold"),
         Text(seconds_text(time.total), "bold"),
@@ -202,7 +202,7 @@ SHOWN = 12
 
 def _stages(report: Report) -> list[RenderableType]:
     """The stages, and the schedule with the live iterations of each row."""
-    schedule = report.time.timeline.planned
+    schedule = report.time.planned
     if schedule is None:
         return []
     columns = "stage", "ranks", "modules", "parameters", "on a rank", "sent an iteration", "operations"

@@ -9,10 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from shardfx.ir.cost.amounts import Cost
 from shardfx.ir.cost.footprint import Footprint
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
+from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import KINDS, Action, Schedule
 from shardfx.ir.schedule.simulation import COSTS, Costs, Simulation, Span
@@ -119,7 +121,7 @@ def simulate(schedule: Schedule, costs: Costs = COSTS, comm: float = 0.0) -> Tim
     return Timeline.of(schedule, costs, comm)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PlanTimeline(Timeline):
     """When each action of a plan starts and ends, in seconds, row by row of its schedule.
 
@@ -132,6 +134,10 @@ class PlanTimeline(Timeline):
     host: float = 0.0
     """The seconds that the host of the slowest rank spends on its calls."""
 
+    cost: Cost
+    """The work of rank 0, whose parts :attr:`compute`, :attr:`communication` and :attr:`carrying` are in seconds."""
+    machine: Machine
+    mesh: Mesh
     planned: Schedule | None = None
     """The schedule of the plan: ``schedule`` is what ranks really do, with their updates."""
     interrupted: Mapping[Action, tuple[Span, ...]] = field(default_factory=dict)
@@ -145,6 +151,26 @@ class PlanTimeline(Timeline):
     def step(self) -> float:
         """The seconds of a step: until the last rank is done, or its host with issuing the calls."""
         return max(self.host, *(course.end for course in self.courses))
+
+    @property
+    def total(self) -> float:
+        """The seconds of a step, as :attr:`step`."""
+        return self.step
+
+    @property
+    def compute(self) -> float:
+        """Seconds of everything but communication."""
+        return self.cost.computing(self.machine)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of communication, by the links of the mesh."""
+        return self.cost.sending(self.machine, self.mesh)
+
+    @property
+    def carrying(self) -> float:
+        """Seconds of offloading and fetching, by the machine's link to its other memory."""
+        return self.cost.copying(self.machine)
 
     @property
     def exposed(self) -> float:
@@ -212,16 +238,10 @@ def plan_timeline(
     """
     mesh = machine.connect(graph.mesh, instead_of=planned_for)
     places = rank_places(graph)
-    rows: list[Any] = []
-    peaks: list[int] = []
-    host = 0.0
-    for rank in first_ranks(graph):
-        made = program(rank)
-        footprint = replayed(made)
-        rows.append(rank_tasks(made, footprint, machine, mesh))
-        peaks.append(RankMemory(made, footprint).peak)
-        host = max(host, footprint.cost.issuing(machine))
-    courses = simulate_ranks(rows)
+    made = [program(rank) for rank in first_ranks(graph)]
+    footprints = [replayed(each) for each in made]
+    peaks = [RankMemory(*each).peak for each in zip(made, footprints, strict=True)]
+    courses = simulate_ranks([rank_tasks(*each, machine, mesh) for each in zip(made, footprints, strict=True)])
     spans: dict[Action, Span] = {action: span for course in courses for action, span in course.spans.items()}
     schedule = Schedule(tuple(tuple(course.spans) or (Action("F", place),) for place, course in enumerate(courses)))
     for row in schedule.rows:
@@ -234,7 +254,10 @@ def plan_timeline(
         places,
         courses,
         memory=tuple(peaks[place] for place in places),
-        host=host,
+        host=max(each.cost.issuing(machine) for each in footprints),
+        cost=footprints[0].cost,
+        machine=machine,
+        mesh=mesh,
         planned=graph.pipeline.schedule if graph.pipeline is not None else None,
         interrupted={
             action: spans for course in courses for action, spans in course.segments.items() if len(spans) > 1

@@ -228,4 +228,4 @@ def records_steps(name: str, mesh: str, folder: str) -> None:
         assert {event["tid"] for event in events if event["ph"] == "X"} == set(range(pm.mesh.size))
     report = pm.report()
     assert report.measured is recording
-    assert report.as_measured == report.time.timeline.step
+    assert report.as_measured == report.time.step
