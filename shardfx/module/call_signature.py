@@ -22,8 +22,9 @@ from shardfx.ir.capture.model_and_loss import UnknownResult, leaf_names
 from shardfx.ir.capture.trace import Captured
 from shardfx.ir.dim_sharding import is_strided
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Input, InputKind, OutputKind
+from shardfx.ir.graph import Input, OutputKind
 from shardfx.ir.spec import TensorType
+from shardfx.module.programs import Programs
 from shardfx.runtime.distributed.peers import AROUND, Passed, RankInput
 from shardfx.runtime.step import ProgramRunner, Results
 from shardfx.runtime.verify.interface import without_content
@@ -143,6 +144,10 @@ class CallSignature:
 
     def serves(self, other: CallSignature) -> bool:
         """Whether programs for this signature serve a call of another: one without targets, or with fewer gradients."""
+        return self.state == other.state and self.serves_in_state(other)
+
+    def serves_in_state(self, other: CallSignature) -> bool:
+        """Whether they do in the state of this signature."""
         same = all(name in self.inputs and self.inputs[name] == fact for name, fact in other.inputs.items())
         left = [name for name in self.inputs if name not in other.inputs]
         rest = all(name.startswith(TARGETS) for name in left)
@@ -150,7 +155,7 @@ class CallSignature:
 
     @property
     def _around(self) -> Hashable:
-        return self.training, self.autocast, self.pulls, self.state, self.asks, self.hooks
+        return self.training, self.autocast, self.pulls, self.asks, self.hooks
 
     @property
     def trainable(self) -> frozenset[str]:
@@ -160,7 +165,7 @@ class CallSignature:
     @property
     def key(self) -> Hashable:
         """A hashable key, equal for equal signatures."""
-        return frozenset(self.inputs.items()), self.gradients, self._around
+        return frozenset(self.inputs.items()), self.gradients, self.state, self._around
 
     def words(self) -> dict[str, str]:
         """The signature by subject, in words that are the same in every process."""
@@ -279,16 +284,15 @@ class CallReader:
             )
 
 
-def inputs_of(call: ModuleCall, step: ProgramRunner) -> dict[str, object]:
+def inputs_of(call: ModuleCall, programs: Programs) -> dict[str, object]:
     """The facts of a call's inputs that programs depend on; a rank's own part counts as the global input."""
-    expected = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
     found = {}
     for name, leaf in call.leaves.items():
         found[name] = input_key(leaf)
-        fact = expected.get(name)
+        fact = programs.call_inputs.get(name)
         if fact is None or not isinstance(leaf, torch.Tensor) or leaf.dtype != fact.value.type.dtype:
             continue
-        if tuple(leaf.shape) != fact.value.shape and tuple(leaf.shape) in step.local_shapes(fact):
+        if tuple(leaf.shape) != fact.value.shape and tuple(leaf.shape) in programs.step.local_shapes(fact):
             found[name] = TensorType(fact.value.shape, leaf.dtype)
     return found
 
@@ -316,15 +320,15 @@ def in_structure(captured: Captured, tensors: Iterable[torch.Tensor]) -> Any:
     return pytree.tree_unflatten(leaves, captured.result_tree)
 
 
-def program_tensors(step: ProgramRunner, call: ModuleCall) -> list[tuple[Input, torch.Tensor]]:
+def program_tensors(programs: Programs, call: ModuleCall) -> list[tuple[Input, torch.Tensor]]:
     """The tensors of a call that programs take."""
-    inputs = {g.name: g for g in step.graph.inputs if g.kind in (InputKind.ARGUMENT, InputKind.TARGET)}
+    inputs = programs.call_inputs
     return [(inputs[name], tensor) for name, tensor in call.tensors.items() if name in inputs]
 
 
-def passing_of(step: ProgramRunner, call: ModuleCall) -> Passed:
+def passing_of(programs: Programs, call: ModuleCall) -> Passed:
     """The way a rank passed its inputs, as global ones or its shards: a single local input decides."""
-    found = [_passing_of(step, inp, tensor) for inp, tensor in program_tensors(step, call)]
+    found = [_passing_of(programs.step, inp, tensor) for inp, tensor in program_tensors(programs, call)]
     return next((way for way in (Passed.PART, Passed.WHOLE) if way in found), Passed.EITHER)
 
 
@@ -342,12 +346,13 @@ def _passing_of(step: ProgramRunner, inp: Input, tensor: torch.Tensor) -> Passed
     return Passed.EITHER if shape == inp.value.shape else Passed.PART
 
 
-def rank_inputs(step: ProgramRunner, call: ModuleCall, local: bool) -> list[RankInput]:
+def rank_inputs(programs: Programs, call: ModuleCall, local: bool) -> list[RankInput]:
     """The tensors of a call as a real rank passes them, where its programs run."""
+    step = programs.step
     (rank,) = step.ranks
     space = [axis.name for axis in step.graph.mesh.space]
     found = []
-    for inp, tensor in program_tensors(step, call):
+    for inp, tensor in program_tensors(programs, call):
         shards, full = step.shards(inp), _passing_of(step, inp, tensor) is Passed.WHOLE or not local
         shard, part = shards.by_rank[rank], tuple(shards.local_shapes[shards.by_rank[rank]])
         sharding = inp.value.spec.axes if inp.value.spec is not None and not full else ()

@@ -5,13 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 
 from shardfx.compiled import Compiled
-from shardfx.ir.errors import Error
+from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
@@ -45,13 +44,12 @@ class CompileOptions:
         """
         for name in self.of_torch:
             if name not in KNOWN:
-                close = get_close_matches(name, (*KNOWN, "cuda_graphs"), 1)
                 raise Error(
                     f"{name!r} is no option of torch.compile",
                     where="pm.compile(...)",
                     expected=", ".join((*KNOWN, "cuda_graphs")),
                     got=name,
-                    remedy=f"did you mean {close[0]!r}?" if close else "leave it out",
+                    remedy=did_you_mean(name, (*KNOWN, "cuda_graphs"), "leave it out"),
                 )
         if compiled.hints.arena:
             raise Error(

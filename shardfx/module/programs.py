@@ -17,7 +17,7 @@ from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error, ShardfxWarning
-from shardfx.ir.graph import Graph, OutputKind
+from shardfx.ir.graph import Graph, InputKind, OutputKind
 from shardfx.ir.program.lower import lower
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
@@ -90,6 +90,8 @@ class Programs:
         self.compiled, self.target, self.device = compiled, target, target.device.type
         self.rank_passes = tuple(default_rank_passes(compiled.hints, self.device))
         self.step = ProgramRunner(compiled.after, self.program, store, lambda: target.make_engine(compiled.after))
+        inputs = (*compiled.after.of_kind(InputKind.ARGUMENT), *compiled.after.of_kind(InputKind.TARGET))
+        self.call_inputs = {inp.name: inp for inp in inputs}
         self.notes: dict[str, None] = {}
         """The notes of rank passes, each once."""
         self.pulls = compiled.hints.loss is product

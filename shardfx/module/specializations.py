@@ -68,7 +68,7 @@ from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
 from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers, RankInput
 from shardfx.runtime.engine import Probe
-from shardfx.runtime.step import HELD, STORED, ProgramRunner
+from shardfx.runtime.step import HELD, STORED
 from shardfx.runtime.verify.verdict import Verdict, together
 
 Build = Callable[..., Compiled]
@@ -264,7 +264,7 @@ class Specializations:
         gradients = frozenset(parameters if steps else wanted if learns else ())
         if steps:
             check_step(first.compiled, first.step.store.parameters, gradients, call.has_targets)
-        inputs = inputs_of(call, first.step)
+        inputs = inputs_of(call, first)
         form = CallSignature(self._training, inputs, gradients, autocast_around(), hooks=global_hooks())
         form = self._in_state(form, call, every)
         form = replace(form, state=joined) if joined else form
@@ -279,12 +279,12 @@ class Specializations:
 
         key = (kinds, form.key, watch is not None)
         try:
-            local = peers.agree(key, words, passing_of(first.step, call), options, beside=beside)
+            local = peers.agree(key, words, passing_of(first, call), options, beside=beside)
         except OtherStates:  # on all ranks, and nothing was run
             self._joins += 1
             return self.run(call, peers, make, watch, with_results, options, -self._joins)
         programs = self.serving(form, call, peers, make)
-        call = self._alike(programs.step, call, key, peers, local)
+        call = self._alike(programs, call, key, peers, local)
         if kinds is INFER and wanted:
             return self._onwards(programs, call, form, (peers, make, watch, local), wanted)
         step = programs.step
@@ -306,14 +306,14 @@ class Specializations:
         loss, out = self._replayed(programs, call, compute)
         return (loss, out) if with_results else loss if trains else out
 
-    def _alike(self, step: ProgramRunner, call: ModuleCall, key: Hashable, peers: Peers, local: bool) -> ModuleCall:
+    def _alike(self, programs: Programs, call: ModuleCall, key: Hashable, peers: Peers, local: bool) -> ModuleCall:
         """The call, with inputs that must be equal on all ranks: compared, or (if the hints say so) broadcast."""
 
         def given() -> list[RankInput]:
-            return rank_inputs(step, call, local)
+            return rank_inputs(programs, call, local)
 
         if self.hints.check_inputs == "broadcast":
-            return call.holding(peers.firsts(step.graph.mesh, given))
+            return call.holding(peers.firsts(programs.step.graph.mesh, given))
         peers.compare(key, given, bool(self.hints.check_inputs))
         return call
 
@@ -366,7 +366,7 @@ class Specializations:
                 peers.agree(key, lambda: {"runs": "a backward of results", **its_form.words()})
                 pulled = self.serving(its_form, its_call, peers, make)
                 step = pulled.step
-                its_call = self._alike(step, its_call, key, peers, False)
+                its_call = self._alike(pulled, its_call, key, peers, False)
                 made = step.run(PULL, {**its_call.tensors, **kept}, watch, before.kept)
                 return gradients_of(step, its_call, False, wanted, made)
 
@@ -407,7 +407,7 @@ class Specializations:
             trace = programs.compiled.captured.trace
             if trace is None and not self.traces:
                 return self._by_attributes(form)
-            if trace is None or not replace(known, state=0, changed=()).serves(form):
+            if trace is None or not known.serves_in_state(form):
                 continue
             traced = self._traced_call(programs, call)
             if trace.is_valid(traced):
