@@ -28,6 +28,8 @@ MEANING = {
     "all-gather": "every rank gets all shards",
     "reduce-scatter": "sums the parts; each rank gets its shard",
     "all-to-all": "shards another dim instead",
+    "halo": "each rank gets the rows around its own",
+    "ring": "each rank gets the block of another one, so many places before or behind",
     "slice": "each rank keeps its shard; nothing is sent",
     LOOP_COMM["all_reduce"]: "accumulated over iterations; nothing is sent",
     LOOP_COMM["all_gather"]: "the results of all iterations, concatenated",

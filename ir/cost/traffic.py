@@ -44,9 +44,10 @@ def over_loop(node: Node, mesh: Mesh) -> bool:
 
 
 def comm_name(node: Node, mesh: Mesh) -> str:
-    """The name of a comm node's kind in reports: ``all-gather``."""
+    """The name of a comm node's kind in reports: ``all-gather``; ``ring`` of a halo that comes around the seam."""
     kind: str = node.op.kind
-    name = kind.replace("_", "-")
+    around = any(window.wraps for _, window in node.kwargs.get("rows", ()))
+    name = "ring" if around else kind.replace("_", "-")
     return LOOP_COMM.get(kind, name) if over_loop(node, mesh) else name
 
 
