@@ -8,7 +8,8 @@ heads of 128, in bfloat16 on ``meta``, with as many tokens a rank whatever the r
 Bytes are those of all collectives but the all-reduces (of the weights'
 gradients), by layer, in MB; beside them the formula. Aim: within 5 % of it, and a peak on 16 ranks of at most 1.03 x
 that on 2; gather holds the keys of all rows. For 2d there are two ranks of rows, and the others of heads. The predicted
-step is that of 8 H100s in a node; aim: that of auto at most 1.02 x the least of all-to-all, ring and 2d.
+step is that of the first rank, of 8 H100s in a node; aim: that of auto at most 1.02 x the least of all-to-all, ring and
+2d. Of gather's causal rows the first rank has the fewest pairs, and the last one twice the mean.
 """
 
 from __future__ import annotations

@@ -393,7 +393,7 @@ class _Attention:
             made = self.cache.strategy(self.cache.rule(node), self._sharded(node, heads))
             flops = flops_of(node) / self.mesh.extent([axis for _, axes in made.shardings for axis in axes])
             rate = self.machine.rate(node.operands[0].type.dtype)
-            total += flops * ((1 + (1 - 1 / ranks) / stripes) / 2 if causal else 1) / rate
+            total += flops * (1 + (1 - 1 / ranks) / stripes if causal else 1) / rate
             for value, need in zip(node.operands, made.operands, strict=True):
                 if value.spec is not None and value.node not in self.nodes:
                     if ring and value in keys:

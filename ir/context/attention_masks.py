@@ -61,16 +61,17 @@ def in_order(op: Any, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[s
 
 
 def count_of_seen(op: Any, count: Callable[..., Any]) -> Callable[..., Any]:
-    """The part of a count that a window leaves of all pairs of queries and keys."""
+    """The part of a count that a causal mask or a window leaves of all pairs of queries and keys; of some rows of
+    queries, of which nobody says which, as many as of those in the middle: the mean."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        bound = with_defaults(op, args, kwargs)
+        bound = by_our_names(op, args, kwargs)
         every, shape = count(*args, **kwargs), (*bound["q"].shape[:3], bound["k"].shape[2])
-        pairs = shape[2] * shape[3]
-        if not bound["window"] or not pairs:
+        causal, window, (rows, keys) = bound["causal"], bound.get("window", ()), shape[2:]
+        if not (causal or window) or not rows * keys:
             return every
-        seen = seen_pairs(shape, bound["causal"], bound["window"], bound["box"], bound.get("rows", ()))
-        return every * seen // pairs
+        box = bound.get("box") or [0, 0, max(keys - rows, 0) // 2, 0]
+        return every * seen_pairs(shape, causal, window, box, bound.get("rows", ())) // (rows * keys)
 
     return counted
 

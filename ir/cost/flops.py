@@ -47,6 +47,10 @@ def _add_product(total: Any, a: Any, b: Any, *, out_val: Any = None, **kwargs: A
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
+FLASH = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+}
 FLOPS: dict[Any, Callable[..., Any]] = {
     attention: count_of_seen(attention, _attention),
     attention_backward: count_of_seen(attention_backward, _attention_backward),
@@ -56,14 +60,13 @@ FLOPS: dict[Any, Callable[..., Any]] = {
     grouped_outer: _grouped_outer,
     addmm: _add_product,
     aten.addmm_.default: _add_product,
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    **{op: count_of_seen(op, count) for op, count in FLASH.items()},
 }
 """FLOP formulas that torch's own table lacks."""
 
 
 CAUSAL = "causal "
-"""The prefix of the kind of causal attention without a window, whose FLOPs are counted without the mask."""
+"""The prefix of the kind of causal attention without a window, which has tiles of its own."""
 MASKED = {attention: 4, attention_backward: 7}
 """The index of the argument ``causal``, by attention op."""
 

@@ -55,7 +55,7 @@ def collective_name(node: fx.Node) -> str:
 
 def kind_of(node: fx.Node) -> str:
     """The kind of a call, by which machines have curves: ``mm``, ``gelu``, ``loop.addmm``; causal attention is a kind
-    of its own, as its FLOPs are counted without the mask."""
+    of its own."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return collective_name(node)
     at, window = MASKED.get(node.target), node.kwargs.get("window")
