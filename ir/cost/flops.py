@@ -47,7 +47,7 @@ def _add_product(total: Any, a: Any, b: Any, *, out_val: Any = None, **kwargs: A
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
-FLASH = {
+FLASH: dict[Any, Callable[..., Any]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
 }
