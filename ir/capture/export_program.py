@@ -1,7 +1,8 @@
 """Export of one program, with its backward written beside it, as a graph.
 
 Ops with a kernel and a gradient of their own are traced as these, as eager torch runs them, and not by the Python form
-that torch has for its compilers (that of ``multilabel_margin_loss`` counts padding as targets, in 2.13).
+that torch has for its compilers (that of ``multilabel_margin_loss`` counts padding as targets, and that of ``lstm``
+forgets dropout between layers, in 2.13). So ``F.interpolate`` is one op, and no lookups and products.
 """
 
 from __future__ import annotations
@@ -86,31 +87,39 @@ def _joint(
     return joint
 
 
-OF_PYTHON = _C.DispatchKey.Autograd
-COMPOSED = _C.DispatchKey.CompositeImplicitAutograd
+OF_PYTHON = AUTOGRAD, COMPOSED = _C.DispatchKey.Autograd, _C.DispatchKey.CompositeImplicitAutograd
+BY_KERNEL = """upsample_nearest1d upsample_nearest2d upsample_nearest3d
+_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
+upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
+_upsample_bilinear2d_aa _upsample_bicubic2d_aa lstm gru rnn_tanh rnn_relu""".split()
+"""Ops that are traced by their kernels though these are composite, too, or have composite forms in Python."""
 
 
 @contextmanager
 def own_kernels() -> Iterator[None]:
     """Within, torch's Python dispatcher calls kernels where ops have their own kernel and gradient."""
-    removed = {op: op.py_kernels.pop(OF_PYTHON) for op in _with_other_forms() if OF_PYTHON in op.py_kernels}
-    for op in removed:
+    forms = [
+        (op, op.py_kernels.pop(key), key) for op in _with_other_forms() for key in OF_PYTHON if key in op.py_kernels
+    ]
+    for op, *_ in forms:
         op._dispatch_cache.clear()
     try:
         yield
     finally:
-        for op, form in removed.items():
-            op.py_kernels[OF_PYTHON] = form
+        for op, form, key in forms:
+            op.py_kernels[key] = form
             op._dispatch_cache.clear()
 
 
 @cache
 def _with_other_forms() -> tuple[Any, ...]:
-    return tuple(op for op in decomposition_table if isinstance(op, torch._ops.OpOverload) and _is_one(op))
+    packets = [getattr(torch.ops.aten, name) for name in BY_KERNEL]
+    composed = [getattr(packet, name) for packet in packets for name in packet.overloads()]
+    return *composed, *(op for op in decomposition_table if isinstance(op, torch._ops.OpOverload) and _is_one(op))
 
 
 def _is_one(op: torch._ops.OpOverload) -> bool:
-    of_python = OF_PYTHON in op.py_kernels and COMPOSED not in op.py_kernels
+    of_python = AUTOGRAD in op.py_kernels and COMPOSED not in op.py_kernels
     of_its_own = all(
         _C._dispatch_has_computed_kernel_for_dispatch_key(op.name(), key) for key in ("AutogradCPU", "CPU")
     )

@@ -16,7 +16,7 @@ import shardfx as sx
 from shardfx.ir.capture import export_program
 from shardfx.ir.capture.canonical import canonical_ops
 from shardfx.ir.capture.trace import capture
-from shardfx.ir.ops.dropout import draw
+from shardfx.ir.ops.dropout import dropout
 
 MESH = sx.Mesh(dp=2)
 aten = torch.ops.aten
@@ -92,7 +92,7 @@ def test_recurrent_layers_have_dropout_between_layers() -> None:
     """Torch's Python form of them does not; its kernel does."""
     model, args = nn.LSTM(4, 4, 2, dropout=0.3), (torch.randn(3, 2, 4),)
     graph = capture(model, MESH, args=args, loss=lambda out: out[0].square().mean()).graph
-    assert sum(node.op is draw for node in graph.nodes) == 1 and not graph.notes
+    assert sum(node.op is dropout for node in graph.nodes) == 1 and not graph.notes
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ precision begins, are moved before their first users.
 Single ops of the graph, whatever torch would make of them on some device, or what only torch's kernels decompose:
 
 aten.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, True)   ->   shardfx.attention(q, k, v, mask, True)
-aten.upsample_bilinear2d.vec(x, None, False, [2.0, 2.0])   ->   aten.upsample_bilinear2d(x, [16, 16], False, 2.0, 2.0)
 aten.pad(x, [1, 2], "circular")   ->   constant_pad_nd(x, [1, 2]) + constant_pad_nd(x, ...) + ...
 
 Matrices that torch.linalg factors are contiguous: of such, ``det``, ``slogdet`` and ``solve`` factor the transposed
@@ -20,12 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import no_python_dispatcher
 
 from shardfx.ir.context.attention_masks import simplify_attention
 from shardfx.ir.ops.computing.tiles import circular
 from shardfx.ir.ops.fused_attention import attention
-from shardfx.ir.ops.traits import with_defaults
 
 from .batch_norms import BatchNorm, BatchParts
 
@@ -87,47 +84,6 @@ def _mask(mask: Tensor, dims: int, lead: Sequence[int]) -> Tensor:
     return mask.unsqueeze(-3 if dims == 3 else 0) if mask.dim() == 3 else mask
 
 
-RESIZED = """upsample_nearest1d upsample_nearest2d upsample_nearest3d
-_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d
-upsample_linear1d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d
-_upsample_bilinear2d_aa _upsample_bicubic2d_aa"""
-"""Torch's kernels of ``F.interpolate``, each with a backward; traced, they would become lookups and products."""
-
-
-class ResizeKernel(torch.autograd.Function):
-    """A kernel of ``F.interpolate`` and its backward, each as one op."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str, sizes: list[int], how: tuple[Any, ...]) -> Tensor:
-        """The picture in other sizes."""
-        ctx.of = name, sizes, list(x.shape), how
-        with torch._C._AutoDispatchBelowAutograd():
-            made: Tensor = getattr(aten, name).default(x, sizes, *how)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        """The gradient of the picture."""
-        name, sizes, shape, how = ctx.of
-        with torch._C._AutoDispatchBelowAutograd():
-            return getattr(aten, f"{name}_backward").default(grad, sizes, shape, *how), None, None, None
-
-
-def single_resize(name: str) -> Callable[..., Any]:
-    """``F.interpolate`` by one of its kernels, as the op of the graph, which wants sizes."""
-
-    def resize(x: Tensor, sizes: Sequence[int] | None, *how: Any) -> Tensor:
-        *aligned, factors = how
-        if sizes is None:
-            sizes = [int(size * factor) for size, factor in zip(x.shape[2:], factors, strict=True)]
-        scales = factors if factors is not None else [None] * len(sizes)
-        how = (*aligned, *scales)
-        made: Tensor = ResizeKernel.apply(x, name, list(sizes), how)  # type: ignore[no-untyped-call]
-        return made
-
-    return resize
-
-
 def single_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Tensor:
     """``F.pad``: circular padding dim by dim, after negative padding."""
     if mode != "circular":
@@ -140,32 +96,11 @@ def single_pad(x: Tensor, pad: Sequence[int], mode: str = "constant", value: flo
     return x
 
 
-class DecomposedByKernel:
-    """An op that is decomposed by its kernel, as in eager torch, and not in Python."""
-
-    def __init__(self, op: Any) -> None:
-        self._op, self.__name__ = op, f"{op.__name__}_by_kernel"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The result of the op."""
-        with no_python_dispatcher():
-            return self._op(*args, **kwargs)
-
-
 KEPT: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: single_attention,
     aten.pad.default: single_pad,
-    **{getattr(aten, name).vec: single_resize(name) for name in RESIZED.split()},
 }
 """The single op for each composite op of the exported program."""
-
-
-def drops_within(node: torch.fx.Node) -> bool:
-    """Whether a recurrent call has dropout between its layers: its decomposition in Python forgets it (torch 2.13)."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    bound = with_defaults(node.target, node.args, node.kwargs)
-    return bool(bound.get("dropout") and bound.get("train"))
 
 
 FACTORS = (
@@ -212,9 +147,7 @@ def _rewrite(graph: torch.fx.Graph, parts: BatchParts) -> None:
     kept = False
     for node in graph.nodes:
         first = node.all_input_nodes[:1]
-        if drops_within(node):
-            node.target = DecomposedByKernel(node.target)
-        elif node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
+        if node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
             node.target, kept = KEPT[node.target], True
         elif kept and node.target is aten.view.default:
             node.target = aten.reshape.default
