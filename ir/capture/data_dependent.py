@@ -11,8 +11,9 @@ that an answer is there at once, and nothing in the traced program has a size th
 from __future__ import annotations
 
 import linecache
+import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -32,7 +33,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
 from .input_assertions import INPUT_ASSERTIONS, Answer
-from .source_locations import CAPTURE, is_user_file
+from .source_locations import CAPTURE, describe, is_user_file
 
 MASKS = (torch.bool, torch.uint8)
 
@@ -96,9 +97,11 @@ class DataGuards(TorchFunctionMode):
         """The source location of the node that runs, where a graph runs and not the user's code."""
         self.guards: list[Guard] = []
         self.values: list[Tensor] = []
+        self._foreign = _foreign_generators()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.reject_foreign_random()
         if (wanted := INPUT_ASSERTIONS.get(func)) is not None:
             return wanted(self, func, *args, **kwargs)
         if not self._guarded:
@@ -112,6 +115,24 @@ class DataGuards(TorchFunctionMode):
         if answer is None or not any(_is_unknown(each) for each in tree_iter((args, kwargs))):
             return func(*args, **kwargs)
         return answer(self, func, *args, **kwargs)
+
+    def reject_foreign_random(self) -> None:
+        """Refuse random numbers of Python or numpy, which would be drawn once.
+
+        Raises:
+            Error: some were drawn since the mode was made: at the call of torch behind that, or at none.
+        """
+        now = _foreign_generators()
+        drawn = next((name for name, state in now.items() if self._foreign.get(name, state) != state), "")
+        if drawn:
+            raise Error(
+                f"the model draws random numbers of {drawn}'s, which would be the same at every call",
+                where=describe(self._where()) or None,
+                expected="random numbers of torch's, or inputs",
+                got=f"a forward that advances {drawn}'s generator",
+                remedy="torch.rand(...), and torch.where to choose by it; or draw it outside of the model and pass the "
+                "number as an argument",
+            )
 
     def decide(self, tensor: Tensor) -> Any:
         """The content of a tensor, as ``tolist()`` gives it; from here on it is guarded.
@@ -189,6 +210,15 @@ class DataGuards(TorchFunctionMode):
         users = [each for each in lines if is_user_file(each.file)]
         own = [each for each in users if each.file == home] or users or [each for each in lines if each.file == home]
         return replace(next(iter(own), Where()), module=module)
+
+
+def _foreign_generators() -> dict[str, Hashable]:
+    """The states of the process-wide generators of Python and numpy."""
+    found: dict[str, Hashable] = {"Python": random.getstate()}
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        _, keys, place, *others = numpy.get_state()
+        found["numpy"] = (keys.tobytes(), place, *others)
+    return found
 
 
 def _is_unknown(thing: object) -> bool:

@@ -18,7 +18,7 @@ from shardfx.ir.graph import Guard, Where
 from .canonical.mixed_precision import MixedPrecision
 from .data_dependent import DataGuards, stored
 from .frontend.capture_errors import explain_decision, user_frame
-from .frontend.forward_probes import AssignedBuffers, CheckpointedModules, reject_foreign_random
+from .frontend.forward_probes import AssignedBuffers, CheckpointedModules
 from .frontend.loss_module import OwnLoss
 from .frontend.model_preparation import Scopes, marks_of
 
@@ -153,13 +153,9 @@ class ModelAndLoss(nn.Module):
         noting = self.results.checkpointed.noting(self.model, self.exported)
         assigned = self.assigned.noting(self, written=self.exported)
         try:
-            with (
-                decisions,
-                self.compute.parameters_of(self.model),
-                noting,
-                assigned,
-            ):
-                outs = reject_foreign_random(lambda: self._run(tensors, decisions))
+            with decisions, self.compute.parameters_of(self.model), noting, assigned:
+                outs = self._run(tensors, decisions)
+                decisions.reject_foreign_random()
         except Error as error:
             if error.where is not None:
                 raise

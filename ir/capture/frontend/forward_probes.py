@@ -6,30 +6,24 @@
 
       self.low = torch.min(self.low, x.amin())    ->    low.copy_(torch.min(low.clone(), x.amin()))
 
-- :func:`reject_foreign_random`: random numbers of Python or numpy would be drawn once, and are refused.
 """
 
 from __future__ import annotations
 
-import linecache
-import random
 import re
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import FrameType, SimpleNamespace
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils import checkpoint as torchs
 
-from shardfx.ir.capture.source_locations import describe, is_user_file
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Where
 from shardfx.ir.names import pattern, prefixes
 
 GENERATOR = "_checkpoint_without_reentrant_generator"
@@ -216,62 +210,3 @@ def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool, is_para
         remedy="detach() what becomes a buffer; register it in the shape that it takes, or call the model once before; "
         "what only this call needs is no buffer",
     )
-
-
-Result = TypeVar("Result")
-
-
-def reject_foreign_random(run: Callable[[], Result]) -> Result:
-    """The result of ``run``, which draws no random numbers but torch's.
-
-    Raises:
-        Error: it does: naming the line.
-    """
-    before = _states()
-    made = run()
-    drawn = next((name for name, state in _states().items() if before.get(name, state) != state), "")
-    if drawn:
-        raise Error(
-            f"the model draws random numbers of {drawn}'s, which would be the same at every call",
-            where=_line_that_draws(run),
-            expected="random numbers of torch's, or inputs",
-            got=f"a forward that advances {drawn}'s generator",
-            remedy="torch.rand(...), and torch.where to choose by it; or draw it outside of the model and pass the "
-            "number as an argument",
-        )
-    return made
-
-
-def _states() -> dict[str, Hashable]:
-    """The states of the process-wide generators of Python and numpy."""
-    found: dict[str, Hashable] = {"Python": random.getstate()}
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        _, keys, place, *others = numpy.get_state()
-        found["numpy"] = (keys.tobytes(), place, *others)
-    return found
-
-
-def _line_that_draws(run: Callable[[], object]) -> str | None:
-    """The user's line that first advances a generator, when it is run again."""
-    begin, last, found = _states(), Where(), list[Where]()
-    drawing = (random.__file__, *getattr(sys.modules.get("numpy"), "__path__", ()))
-
-    def watch(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal last
-        file = frame.f_code.co_filename
-        if found or not is_user_file(file) or file.startswith(drawing):
-            return None
-        if any(begin.get(name, state) != state for name, state in _states().items()):
-            found.append(last)
-            return None
-        last = Where("", file, frame.f_lineno, linecache.getline(file, frame.f_lineno).strip())
-        return watch
-
-    before = sys.gettrace()
-    sys.settrace(watch)
-    try:
-        run()
-    finally:
-        sys.settrace(before)
-    return describe(next(iter(found), last)) or None

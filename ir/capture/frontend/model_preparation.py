@@ -9,10 +9,11 @@ import sys
 import sysconfig
 import types
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
+from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Node
 
+Copied = TypeVar("Copied")
 Made = TypeVar("Made", bound=torch.Tensor)
 
 
@@ -68,11 +70,19 @@ def _remedy(model: object) -> str:
     return "wrap it in an nn.Module whose forward calls it" if callable(model) else "pass the module itself"
 
 
-def copied(module: nn.Module, memo: dict[int, object]) -> nn.Module:
-    """A deep copy, with tensors replaced by ``memo``."""
+def copied(thing: Copied, memo: Mapping[int, object]) -> Copied:
+    """A deep copy, with tensors replaced by ``memo``; what cannot be copied (a lock, an open file) is shared."""
+    shared = dict(memo)
     with quiet_copies():
-        made: nn.Module = _copied(module, memo)
-        return made
+        while True:
+            try:
+                return copy.deepcopy(thing, dict(shared))
+            except TypeError as error:
+                frames = [frame for frame, _ in walk_tb(error.__traceback__) if frame.f_code is copy.deepcopy.__code__]
+                alone = frames[-1].f_locals["x"]
+                if isinstance(alone, nn.Module):
+                    raise
+                shared[id(alone)] = alone
 
 
 def without_weights(model: nn.Module) -> nn.Module:
@@ -110,8 +120,7 @@ def python_state_restored(model: nn.Module, loss: object = None, scopes: Scopes 
     for holder, was in found.values():
         for key, value in was.items() if isinstance(was, dict) else enumerate(was if isinstance(was, list) else ()):
             if isinstance(value, Iterator):
-                with quiet_copies():
-                    holder[key] = _deep(value, {})
+                holder[key] = copied(value, {})
     try:
         yield
     finally:
@@ -245,45 +254,6 @@ def quiet_copies() -> Iterator[None]:
         warnings.filterwarnings("ignore", ".*LeafSpec", FutureWarning)
         warnings.filterwarnings("ignore", "Pickle, copy, and deepcopy support", DeprecationWarning)
         yield
-
-
-ATOMS = (str, int, float, bool, type(None))
-
-
-def _copied(thing: Any, memo: dict[int, object]) -> Any:
-    """``copy.deepcopy``, faster for modules that do not customise it: most of a module's dozen dicts are empty."""
-    kind = type(thing)
-    if kind in ATOMS or id(thing) in memo:
-        return memo.get(id(thing), thing)
-    if kind is dict or kind is OrderedDict:
-        made: dict[Any, Any] = kind()
-        memo[id(thing)] = made
-        made.update((_copied(key, memo), _copied(value, memo)) for key, value in thing.items())
-        return made
-    if kind is set:
-        several = memo[id(thing)] = {_copied(each, memo) for each in thing}
-        return several
-    if kind is nn.Parameter:
-        return marked(copy.deepcopy(thing, memo), thing)
-    if not (isinstance(thing, nn.Module) and all(getattr(kind, n, None) is getattr(nn.Module, n, None) for n in HOW)):
-        return _deep(thing, memo)
-    new = memo[id(thing)] = object.__new__(kind)
-    new.__setstate__(_copied(thing.__dict__, memo))
-    return new
-
-
-def _deep(thing: Any, memo: dict[int, object]) -> Any:
-    """A deep copy; what cannot be copied (a lock, an open file, an iterator) is shared."""
-    try:
-        return copy.deepcopy(thing, memo)
-    except TypeError:
-        if isinstance(thing, nn.Module):
-            raise
-        return thing
-
-
-HOW = ("__deepcopy__", "__reduce__", "__reduce_ex__", "__getstate__", "__setstate__", "__new__")
-"""The methods by which a class customises copies."""
 
 
 def on_cpu(

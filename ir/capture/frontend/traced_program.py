@@ -34,7 +34,6 @@ class TracedProgram(ModelAndLoss):
         self._trace, self._names, self._program = (trace,), list(names), program
         self._enter: Callable[[str], object] = str
         _note_checkpoints(trace.graph, self.model, self.results.checkpointed)
-        _reject_transforms(trace.graph)
 
     @property
     def scopes(self) -> Scopes:
@@ -120,8 +119,10 @@ class _NodeRunner(fx.Interpreter):
         """Call a function, or the graph within a checkpoint.
 
         Raises:
-            Error: another higher-order op.
+            Error: another higher-order op, or a transform that differentiates.
         """
+        if getattr(target, "__name__", "") in TRANSFORMS:
+            raise TRANSFORM.error(str(self._decisions.at))
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _NodeRunner(args[0], self._decisions, self._enter).run(*args[1:])
         if target is torch.ops.higher_order.autograd_function_apply:
@@ -157,19 +158,6 @@ def _module_path(node: fx.Node) -> str:
     """The path of the innermost module of the model that calls a node; "" outside of it."""
     stack = [path for path, _ in node.meta["nn_module_stack"].values()]
     return stack[-1].removeprefix(PREFIX) if stack and not _is_of_loss(node) else ""
-
-
-def _reject_transforms(graph: fx.GraphModule) -> None:
-    """Refuse transforms that differentiate.
-
-    Raises:
-        Error: one is begun.
-    """
-    line: fx.Node | None = None
-    for node in graph.graph.nodes:
-        line = node if node.stack_trace else line
-        if getattr(node.target, "__name__", "") in TRANSFORMS:
-            raise TRANSFORM.error(str(source_of(line)) if line is not None else None)
 
 
 def _note_checkpoints(graph: fx.GraphModule, model: nn.Module, found: CheckpointedModules) -> None:
