@@ -4,6 +4,7 @@ gradients, or is an error with a remedy."""
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -55,6 +56,17 @@ def test_attributes_of_parameters_are_copied() -> None:
         assert marked and all(name.endswith("weight") and name.startswith("0.") for name in marked)
     for rows in (8, 6):
         assert near(pm(X[:rows], Y[:rows]), F.cross_entropy(model(X[:rows]), Y[:rows]))
+
+
+def test_what_cannot_be_copied_is_shared_and_what_holds_it_is_copied() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.lock, self.seen = threading.Lock(), [0]
+
+    model = mlp()
+    model.counter = Counter()  # type: ignore[assignment]
+    with parallel(model).gathered() as made:
+        assert made.counter.lock is model.counter.lock and made.counter.seen is not model.counter.seen
 
 
 def test_extra_state_is_in_state_dicts() -> None:

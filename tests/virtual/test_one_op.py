@@ -81,6 +81,14 @@ def test_an_index_out_of_a_row_is_an_error() -> None:
         pm(ids, torch.full((8, 1), -8))
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear"])
+def test_a_resized_picture_of_bytes_matches_eager(mode: str) -> None:
+    """The kernel rounds in integers, and torch's decomposition does not."""
+    x, model = torch.randint(0, 256, (4, 3, 8, 6), dtype=torch.uint8), Resized({"mode": mode, "scale_factor": 2.0})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(x,), specs={"args.0": "dp, -, -, -"}), virtual=True)
+    assert torch.equal(pm(x), model(x))
+
+
 RESIZED = {
     "bilinear": ({"mode": "bilinear", "size": (6, 3)}, 5),
     "copied, bilinear": ({"mode": "bilinear", "size": (4, 6), "align_corners": True}, 4),
