@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache
+from itertools import product
 from numbers import Integral
-from operator import mul
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 from shardfx.ir.errors import Error
@@ -38,9 +39,6 @@ from .loop_regions import action_order, loop_role, regions
 
 Written = Callable[[Mapping[str, int]], fx.Graph]
 Path = tuple[Any, ...]
-Number = Any
-"""Of no axis, an argument as it is. Of some, lines over the first of them: from which iteration on, the number in it,
-and by how much it grows from iteration to iteration; both of which are numbers of the other axes."""
 
 
 def with_induction_variables(made: fx.Graph, written: Written, mesh: Mesh, alike: Runs) -> fx.Graph:
@@ -61,6 +59,15 @@ class _Uneven(Exception):
         self.axis, self.run = axis, run
 
 
+@dataclass(frozen=True)
+class _Lines:
+    """A piecewise linear function of an axis: from which iteration on, the number in it, and by how much it grows from
+    iteration to iteration; both of which are numbers of the axes around."""
+
+    axis: str
+    pieces: tuple[tuple[int, Any, Any], ...]
+
+
 @dataclass
 class _Merger:
     graph: fx.Graph
@@ -74,65 +81,72 @@ class _Merger:
     def __post_init__(self) -> None:
         self.nodes = list(self.graph.nodes)
         self.inside = regions(self.nodes)
-        self._of_iterations: dict[tuple[int, ...], dict[Path, Any]] = {}
+        self._looked_at = cache(self._in_iteration)
 
     def run(self) -> None:
         while True:
             try:
-                found = self._numbers(self.axes, {})
+                found = {place: self._lines(values, self.axes) for place, values in self._varying().items()}
                 break
             except _Uneven as uneven:  # then each of these iterations has a line of its own
                 runs = self.runs[uneven.axis]
                 at = runs.index(uneven.run)
                 runs[at : at + 1] = [range(iteration, iteration + 1) for iteration in uneven.run]
-        depth = len(self.axes)
         for place, number in found.items():
-            self._put(place, _plain(number, depth), depth)
+            self._put(place, number)
 
-    def _numbers(self, axes: Sequence[str], iteration: Mapping[str, int]) -> dict[Path, Number]:
-        """A number's values in all iterations of some axes, in one iteration of the others."""
+    def _varying(self) -> dict[Path, Any]:
+        """The numbers that differ between iterations: in the first, second and last of each run, with a dim by axis."""
+        looked = [[i for run in self.runs[a] for i in (run[0], run[min(1, len(run) - 1)], run[-1])] for a in self.axes]
+        first, *others = map(self._looked_at, product(*looked))
+        found = {}
+        for place, mine in first.items():
+            theirs = [each[place] for each in others]
+            if all(each is mine for each in theirs):
+                continue
+            if not all(map(_is_number, (mine, *theirs))):
+                key = argument_key(mine, type_of)
+                for each in theirs:
+                    if argument_key(each, type_of) != key:
+                        raise self._other(self.nodes[place[0]], f"{mine!r}", f"{each!r}")
+                continue
+            found[place] = np.empty([*map(len, looked)], dtype=object)
+            found[place].flat[:] = [mine, *theirs]
+        return found
+
+    def _lines(self, values: Any, axes: Sequence[str]) -> Any:
+        """A number as the fewest linear pieces over the first of some axes; itself, where it is the same in all
+        iterations."""
         if not axes:
-            return self._in_iteration(iteration)
-        (axis, *others), depth = axes, len(axes) - 1
-        lines: dict[Path, list[Any]] = {}
-        for run in self.runs[axis]:
-            at = (run[0], run[min(1, len(run) - 1)], run[-1])
-            first, second, last = (self._numbers(others, {**iteration, axis: each}) for each in at)
-            for place, number in first.items():
-                step = self._step(place, number, second[place], depth)
-                grown = _each(partial(mul, len(run) - 1), depth, step)
-                if self._step(place, number, last[place], depth) != grown:
-                    raise _Uneven(axis, run)
-                lines.setdefault(place, []).append((run[0], number, step))
-        return {place: tuple(each) for place, each in lines.items()}
+            return values
+        (axis, *others), pieces = axes, list[tuple[int, Any, Any]]()
+        for run, first, second, last in zip(self.runs[axis], values[::3], values[1::3], values[2::3], strict=True):
+            step = second - first
+            if np.any(last - first != step * (len(run) - 1)):
+                raise _Uneven(axis, run)
+            if pieces:
+                begin, before, grown = pieces[-1]
+                if not np.any(step != grown) and not np.any(first != before + grown * (run[0] - begin)):
+                    continue
+            pieces.append((run[0], first, step))
+        (_, start, step), *more = pieces
+        if not more and not np.any(step != 0):
+            return self._lines(start, others)
+        return _Lines(axis, tuple((at, self._lines(a, others), self._lines(b, others)) for at, a, b in pieces))
 
-    def _step(self, place: Path, first: Number, other: Number, depth: int) -> Number:
-        """The difference of a number in another iteration."""
-        if depth:
-            return _each(lambda a, b: self._step(place, a, b, 0), depth, first, other)
-        if _is_number(first) and _is_number(other) and place[-1] != "size":
-            return other - first
-        if argument_key(first, type_of) != argument_key(other, type_of):
-            raise self._other(self.nodes[place[0]], f"{first!r}", f"{other!r}")
-        return 0
-
-    def _in_iteration(self, iteration: Mapping[str, int]) -> dict[Path, Any]:
+    def _in_iteration(self, iterations: tuple[int, ...]) -> dict[Path, Any]:
         """Everything that is no value among the arguments in one iteration of each axis, by its place."""
-        key = tuple(iteration[axis] for axis in self.axes)
-        if key in self._of_iterations:
-            return self._of_iterations[key]
-        others = list(self.written(iteration).nodes) if any(key) else self.nodes
+        written = self.written(dict(zip(self.axes, iterations, strict=True))) if any(iterations) else self.graph
+        others = list(written.nodes)
         if [(n.op, n.target) for n in others] != [(n.op, n.target) for n in self.nodes]:
             mine, theirs = next(
                 ((a, b) for a, b in zip(self.nodes, others, strict=False) if a.target != b.target),
                 (self.nodes[-1], others[-1]),
             )
             raise self._other(mine, str(mine.target), str(theirs.target))
-        found = self._of_iterations[key] = {}
+        found: dict[Path, Any] = {}
         for place, node in enumerate(others):
-            _gather(node.args, (place, "args"), found)
-            _gather(node.kwargs, (place, "kwargs"), found)
-            _gather(node.meta.get("shape", ()), (place, "shape"), found)
+            _gather([node.args, node.kwargs, node.meta.get("shape", ())], (place,), found)
         return found
 
     def _other(self, node: fx.Node, expected: str, got: str) -> Error:
@@ -145,29 +159,29 @@ class _Merger:
             remedy="choose a number of iterations that divides what they shard",
         )
 
-    def _put(self, place: Path, number: Number, depth: int) -> None:
+    def _put(self, place: Path, number: Any) -> None:
         """Write an iteration-dependent number as a call, before its user."""
-        if not isinstance(number, _Piecewise):
+        if not isinstance(number, _Lines):
             return
-        node, path = self.nodes[place[0]], place[1:]
-        if path[0] == "shape":  # it is known of no iteration but the first
+        number_of, part, *path = place
+        node = self.nodes[number_of]
+        if part == 2:  # the shape is known of no iteration but the first
             node.meta.pop("shape", None)
             return
         made = self._written(number, node)
-        if path[0] == "args":
-            node.args = _replaced(node.args, path[1:], made)
+        if part == 0:
+            node.args = _replaced(node.args, path, made)
         else:
-            node.kwargs = _replaced(node.kwargs, path[1:], made)
+            node.kwargs = _replaced(node.kwargs, path, made)
 
-    def _written(self, number: Number, before: fx.Node) -> Any:
+    def _written(self, number: Any, before: fx.Node) -> Any:
         """A number as an argument of a node."""
-        if not isinstance(number, _Piecewise):
+        if not isinstance(number, _Lines):
             return number
-        axis = self.axes[-number.depth]
-        begin = next(loop for loop in self.inside[before] if loop_role(loop) == "opens" and loop.args[0] == axis)
+        begin = next(n for n in self.inside[before] if loop_role(n) == "opens" and n.args[0] == number.axis)
         shared = bool(action_order(begin))
         place = begin if shared else before  # what the line of an inner iteration is made of is there when these begin
-        lines = tuple((at, self._written(n, place), self._written(step, place)) for at, n, step in number.lines)
+        lines = tuple((at, self._written(n, place), self._written(step, place)) for at, n, step in number.pieces)
         for made in (each for line in lines for each in line[1:] if shared and isinstance(each, fx.Node)):
             _declare_use(begin, made)
         call = (loop_ops.index, *lines[0][1:]) if len(lines) == 1 else (loop_ops.piecewise_index, lines)
@@ -189,45 +203,6 @@ class _Merger:
         return known[key]
 
 
-@dataclass(frozen=True)
-class _Piecewise:
-    """Piecewise linear functions of the iteration of the axis at that depth (1: outermost), as few as will do."""
-
-    depth: int
-    lines: tuple[tuple[int, Any, Any], ...]
-
-
-def _plain(number: Number, depth: int) -> Any:
-    """A number as the fewest linear pieces; itself, where it is the same in all iterations."""
-    if not depth:
-        return number
-    found: list[tuple[int, Number, Number]] = []
-    for begin, start, step in number:
-        if found:
-            before, first, grown = found[-1]
-            if step == grown and start == _moved(first, grown, begin - before, depth - 1):
-                continue
-        found.append((begin, start, step))
-    lines = tuple((begin, _plain(start, depth - 1), _plain(step, depth - 1)) for begin, start, step in found)
-    (_, start, step), *more = lines
-    return start if not more and not isinstance(step, _Piecewise) and step == 0 else _Piecewise(depth, lines)
-
-
-def _each(function: Callable[..., Any], depth: int, *numbers: Number) -> Number:
-    """A function of numbers of as many axes, line by line."""
-    if not depth:
-        return function(*numbers)
-    return tuple(
-        (lines[0][0], *(_each(function, depth - 1, *(line[i] for line in lines)) for i in (1, 2)))
-        for lines in zip(*numbers, strict=True)
-    )
-
-
-def _moved(number: Number, step: Number, count: int, depth: int) -> Number:
-    """A number plus so many steps; anything else is constant."""
-    return _each(lambda each, by: each + by * count if _is_number(each) else each, depth, number, step)
-
-
 def _is_number(arg: Any) -> bool:
     """Whether an argument is a number, of one rank or of each of those for which a program is written."""
     return isinstance(arg, Integral) and not isinstance(arg, bool)
@@ -242,18 +217,15 @@ def _declare_use(loop: fx.Node, iteration: fx.Node) -> None:
 
 
 def _gather(arg: Any, path: Path, found: dict[Path, Any]) -> None:
-    if isinstance(arg, (list, tuple)):
-        found[(*path, "size")] = len(arg)
-        for i, each in enumerate(arg):
-            _gather(each, (*path, i), found)
-    elif isinstance(arg, Mapping):
-        for key, each in arg.items():
+    if isinstance(arg, (list, tuple, Mapping)):
+        found[(*path, "size")] = f"{len(arg)} arguments"
+        for key, each in arg.items() if isinstance(arg, Mapping) else enumerate(arg):
             _gather(each, (*path, key), found)
     else:
         found[path] = arg.name if isinstance(arg, fx.Node) else arg
 
 
-def _replaced(nest: Any, path: Path, new: Any) -> Any:
+def _replaced(nest: Any, path: Sequence[Any], new: Any) -> Any:
     if not path:
         return new
     items = nest.items() if isinstance(nest, Mapping) else enumerate(nest)
