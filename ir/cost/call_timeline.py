@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise, takewhile
+from itertools import pairwise, takewhile
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import fx
 
 from shardfx.ir.ops.loop import loop_ops
-from shardfx.ir.program.loops.loop_regions import ActionOrder, action_name, action_order, loop_of
+from shardfx.ir.program.loops.loop_regions import action_order, execution_runs, loop_of
 
 if TYPE_CHECKING:
     from .footprint import Storage
@@ -96,18 +96,26 @@ class CallTimeline:
     """The moments of a program's calls, which have these ``scopes``; those ``made_for`` another one run once, before it
     (:class:`.Lifetimes`)."""
 
-    def __init__(self, scopes: Sequence[Scope], made_for: Mapping[int, int] = MappingProxyType({})) -> None:
-        self.scopes, self._made_for = scopes, made_for
+    def __init__(
+        self,
+        nodes: Sequence[fx.Node],
+        places: Mapping[fx.Node, int],
+        scopes: Sequence[Scope],
+        made_for: Mapping[int, int],
+    ) -> None:
+        self.scopes = scopes
         self.calls: list[int] = []
         """The call of each moment."""
-        self._runs: list[tuple[int, tuple[int, ...]]] = []
-        """Runs of consecutive moments: their number, and the iterations of the actions around."""
-        self._run(range(len(scopes)), 0, ())
+        runs: dict[fx.Node, list[int]] = {}
+        counts, iterations = list[int](), list[list[int]]()
         depth = max(map(len, scopes), default=0)
-        counts, iterations = (
-            [count for count, _ in self._runs],
-            [(*at, *[0] * (depth - len(at))) for _, at in self._runs],
-        )
+        for run, around in execution_runs(nodes, ordered=True):
+            if run and run[0] not in runs:  # as is in each of perhaps hundreds of iterations
+                runs[run[0]] = [places[node] for node in run if node in places and places[node] not in made_for]
+            there = runs[run[0]] if run else []
+            self.calls += there
+            counts.append(len(there))
+            iterations.append([number for _, number in around] + [0] * (depth - len(around)))
         self._iteration = np.repeat(np.array(iterations, dtype=np.int64).reshape(len(counts), depth), counts, axis=0)
         """The iterations of the actions around the call of each moment."""
         for call, user in made_for.items():
@@ -124,31 +132,6 @@ class CallTimeline:
         for iteration in self._iteration.T:
             self._within.append(self._within[-1] * (iteration.max() + 1) + iteration)
         self._by_iterations: dict[tuple[int, int], tuple[Numbers, Numbers]] = {}
-
-    def _run(self, calls: Iterable[int], depth: int, iteration: tuple[int, ...]) -> None:
-        """Run calls that are nested in ``depth`` actions."""
-        for loop, some in groupby(calls, lambda call: self._loop(call, depth)):
-            if loop is None:
-                self._add([call for call in some if call not in self._made_for], iteration)
-                continue
-            actions: dict[str, list[int]] = {}
-            for call in some:
-                actions.setdefault(action_name(self.scopes[call][depth]), []).append(call)
-            flat = {name for name, inside in actions.items() if all(len(self.scopes[i]) == depth + 1 for i in inside)}
-            for step in ActionOrder.of(action_order(loop).split()).words:
-                inside, iterations = actions.get(step.unit, []), (*iteration, step.iteration)
-                if step.unit in flat:
-                    self._add(inside, iterations)  # as nearly always, and there may be hundreds of iterations
-                else:
-                    self._run(inside, depth + 1, iterations)
-
-    def _loop(self, call: int, depth: int) -> fx.Node | None:
-        scope = self.scopes[call]
-        return loop_of(scope[depth]) if len(scope) > depth else None
-
-    def _add(self, calls: Sequence[int], iteration: tuple[int, ...]) -> None:
-        self.calls += calls
-        self._runs.append((len(calls), iteration))
 
     def of(self, storages: Iterable[Storage]) -> LiveIntervals:
         """The live intervals of storages, one for each time that one is allocated."""

@@ -347,15 +347,14 @@ class _Replay:
         """The footprint of the replayed program."""
         for storage in self.storages:
             storage.category = self._category(storage)
-        moments = CallTimeline(self.scopes, self._made_for()) if any(self.scopes) else None
+        moments = self._timeline() if any(self.scopes) else None
         calls, costs, inside = tuple(self.calls), tuple(self.costs), tuple(self.inside)
         return Footprint(calls, tuple(self.storages), costs, inside, moments, ahead)
 
-    def _made_for(self) -> dict[int, int]:
-        """Calls that run right before the first user of their results, and that user."""
-        at = {node: place for place, node in enumerate(self.calls)}
-        nodes = list(self.calls[0].graph.nodes)
-        return {at[node]: at[user] for node, user in Lifetimes(nodes).made_for.items()}
+    def _timeline(self) -> CallTimeline:
+        nodes, at = list(self.calls[0].graph.nodes), {node: place for place, node in enumerate(self.calls)}
+        made_for = {at[node]: at[user] for node, user in Lifetimes(nodes).made_for.items()}
+        return CallTimeline(nodes, at, self.scopes, made_for)
 
     def _category(self, storage: Storage) -> str:
         node = storage.node

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -159,26 +160,35 @@ Iterations = tuple[tuple[str, int], ...]
 """Of the axes around, outermost first: the iteration."""
 
 
-def execution_order(nodes: Sequence[fx.Node], iterations: Iterations = ()) -> Iterator[tuple[fx.Node, Iterations]]:
-    """The execution order of some nodes, those that begin and end iterations and actions included."""
-    at = 0
-    while at < len(nodes):
-        node = nodes[at]
-        if loop_role(node) != "opens":
-            yield node, iterations
-            at += 1
-            continue
-        end = loop_end(nodes, at)
-        inside, axis = nodes[at + 1 : end], str(node.args[0])
-        if order := action_order(node):
-            units = action_nodes(inside, node)
-            for word in ActionOrder.of(order.split()).words:
-                yield from execution_order(units[word.unit], (*iterations, (axis, word.iteration)))
+def execution_order(nodes: Sequence[fx.Node]) -> Iterator[tuple[fx.Node, Iterations]]:
+    """The execution order of some nodes, without those that begin and end iterations and actions."""
+    return ((node, iterations) for run, iterations in execution_runs(nodes) for node in run)
+
+
+def execution_runs(
+    nodes: Sequence[fx.Node], iterations: Iterations = (), ordered: bool = False
+) -> Iterator[tuple[Sequence[fx.Node], Iterations]]:
+    """Runs of nodes in execution order; if ``ordered``, only loops with schedule actions are expanded."""
+
+    def expands(node: fx.Node) -> bool:
+        return loop_role(node) == "opens" and (not ordered or bool(action_order(node)))
+
+    at = next((at for at, node in enumerate(nodes) if expands(node)), len(nodes))
+    yield nodes[:at], iterations
+    if at == len(nodes):
+        return
+    begin, end = nodes[at], loop_end(nodes, at)
+    axis, count = begin.args[:2]
+    words = ActionOrder.of(action_order(begin).split()).words
+    bodies = action_nodes(nodes[at + 1 : end], begin) if words else {"": nodes[at + 1 : end]}
+    nested = {name for name, body in bodies.items() if any(map(expands, body))}
+    for unit, iteration in words or zip(repeat(""), range(count)):  # type: ignore[arg-type]
+        around = (*iterations, (str(axis), iteration))
+        if unit in nested:
+            yield from execution_runs(bodies[unit], around, ordered)
         else:
-            count: Any = node.args[1]
-            for iteration in range(count):
-                yield from execution_order(inside, (*iterations, (axis, iteration)))
-        at = end + 1
+            yield bodies[unit], around
+    yield from execution_runs(nodes[end + 1 :], iterations, ordered)
 
 
 def loop_end(nodes: Sequence[fx.Node], begin: int) -> int:
