@@ -9,7 +9,7 @@ Made(results=Result(Layout((32, 64), (1, 32), ...), owner=0), fresh=(), inside=0
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,24 +197,14 @@ class _AllocationProbe(TorchDispatchMode):
 
 def map_nest(nest: Any, with_: Callable[[Any], Any], kind: type) -> Any:
     """A nest of lists, tuples and dicts with everything of a kind mapped."""
-    if isinstance(nest, kind):
-        return with_(nest)
-    if isinstance(nest, (list, tuple)):
-        return [map_nest(each, with_, kind) for each in nest]
-    if isinstance(nest, dict):
-        return {key: map_nest(each, with_, kind) for key, each in nest.items()}
-    return nest
+    return fx.node.map_aggregate(nest, lambda each: with_(each) if isinstance(each, kind) else each)
 
 
-def leaves(nest: Any, kind: type) -> Iterator[Any]:
+def leaves(nest: Any, kind: type) -> list[Any]:
     """The leaves of a kind in a nest of lists, tuples and dicts."""
-    if isinstance(nest, kind):
-        yield nest
-    elif isinstance(nest, (list, tuple)):
-        for each in nest:
-            yield from leaves(each, kind)
-    elif isinstance(nest, dict):
-        yield from leaves(list(nest.values()), kind)
+    found: list[Any] = []
+    map_nest(nest, found.append, kind)
+    return found
 
 
 def _key(arg: Any) -> Any:
