@@ -57,19 +57,6 @@ def host_link(device: torch.device, bandwidth: float, overhead: float) -> Link:
     return Link(CARRIED / (max(much) - max(little)), max(little))
 
 
-def call_overhead(device: torch.device) -> float:
-    """The time of an op on a tiny tensor, called back to back."""
-    x, many = torch.zeros(8, device=device), 2000
-    if device.type == "cuda":
-        return on_device(x.add_, [(1.0,)] * QUEUED, device, RUNS)
-
-    def row() -> None:
-        for _ in range(many):
-            x.add_(1.0)
-
-    return _fastest(row, device) / many
-
-
 def host_seconds(device: torch.device) -> tuple[float, float]:
     """The time that the host takes to issue a call, and a view, while the device runs earlier ones; 0 on a CPU."""
     if device.type != "cuda":

@@ -202,11 +202,12 @@ class Machine:
         like = cls.load("cpu-laptop" if at.type == "cpu" else "h100-dgx")
         measured = calibrate.link(at)
         links = like.links if measured is None else (Level("measured", measured),)
-        bandwidth, overhead = calibrate.memory_bandwidth(at), calibrate.call_overhead(at)
-        pools = {**POOLS, "host": calibrate.host_link(at, bandwidth, overhead)}
+        bandwidth = calibrate.memory_bandwidth(at)
         of_links = f"links as of {like.name}" if measured is None else f"one link, among {dist.get_world_size()} ranks"
         clock = calibrate.clock(at)
         products = probes.products(at, clock)
+        curves = probes.curves(at, clock, products)
+        overhead = curves[TOUCH].seconds(0.0)
         found = cls(
             name or f"measured {at.type}",
             {str(dtype).removeprefix("torch."): each.rate for dtype, each in products.items()},
@@ -215,8 +216,8 @@ class Machine:
             links,
             overhead,
             f"measured with torch {torch.__version__} on {calibrate.device_name(at)}; {of_links}",
-            pools,
-            probes.curves(at, clock, products),
+            {**POOLS, "host": calibrate.host_link(at, bandwidth, overhead)},
+            curves,
             at.type != "cpu",
             *calibrate.host_seconds(at),
         )
