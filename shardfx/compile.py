@@ -18,6 +18,7 @@ from shardfx.ir.capture.frontend.dynamo import DynamoTrace, TracedCall, trace_ca
 from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.capture.trace import Captured, capture
+from shardfx.ir.context.attention_masks import note_dense_masks
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph
@@ -272,6 +273,7 @@ def compile_model(
     mesh = with_iterations(mesh, hints)
     with no_collection():
         captured = capture_model(model, mesh, hints, found)
+        note_dense_masks(captured.graph, hints.strict)
         said = as_checkpointed(captured, hints)
         if said is not hints:
             hints, passes = said, default_passes(said)

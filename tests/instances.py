@@ -123,6 +123,7 @@ def own_attentions() -> Iterator[Instance]:
         (2, False, b(2, 4, 1, 5), (), {}),
         (2, True, None, (), {"softcap": 1.5, "sinks": f(4)}),
         (2, True, None, (), {"window": [2, 0], "sinks": f(4)}),
+        (4, True, f(1, 4, 6, 6), (), {"window": [2, 0]}),
     ):
         keys = 6 if causal else 5
         q, k, v = f(2, 4, 6, 4), f(2, heads, keys, 4), f(2, heads, keys, 3)

@@ -12,6 +12,9 @@
     aten.scaled_dot_product_attention(q, repeat_kv(k), repeat_kv(v), ...)
     aten.scaled_dot_product_attention(q, k, v, ..., enable_gqa=True)
 
+    matmul(softmax(tanh(matmul(q, k.mT) / c) * c + mask), v)              see :mod:`.written_attention`
+    shardfx.attention(q, k, v, ..., softcap=c)
+
 Without a dense mask, and with key heads as few as they are, torch's fastest kernels take the call.
 """
 
@@ -26,12 +29,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from shardfx.ir.errors import Error
+from shardfx.ir.graph import Graph, Node
+from shardfx.ir.graph import Value as GraphValue
 from shardfx.ir.ops.context.attention_steps import step_pairs
 from shardfx.ir.ops.context.window_tiles import seen_pairs
-from shardfx.ir.ops.fused_attention import attention
-from shardfx.ir.ops.traits import positional, with_defaults
+from shardfx.ir.ops.fused_attention import NAMED, attention
+from shardfx.ir.ops.traits import base_name, positional, with_defaults
+from shardfx.ir.rulebook.dims import argument
+from shardfx.ir.text.printer import size_text
 
-from .mask_reader import Affine, Choice, MaskReader, SameToken, Token, Value, mapped, true_where
+from .mask_reader import Affine, Choice, Condition, MaskReader, SameToken, Token, mapped, simplified, true_where
+from .written_attention import CASTS, COPIES, MOVES, VIEWS, Dims, Hidden, Scores, written_attentions
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -45,8 +54,6 @@ OUR_NAMES = {
     "grad_out": "grad",
 }
 """Names of torch's arguments in our op of attention."""
-NAMED = "window", "q_ids", "k_ids", "softcap", "sinks"
-"""The arguments that are given by name: what queries see, and how scores are changed."""
 
 
 def by_our_names(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -89,6 +96,41 @@ def count_of_step(op: Any) -> Callable[..., Any]:
     return counted
 
 
+OF_RESULTS = (
+    aten._assert_tensor_metadata.default,
+    aten.max.dim,
+    aten.amax.default,
+    aten.detach.default,
+    operator.getitem,
+)
+HIDES, LOW = ("where", "masked_fill"), -1e4
+SPREADS = (*CASTS, *COPIES, *VIEWS, aten.add.Tensor, aten.mul.Tensor, aten.slice.Tensor)
+Masks = tuple[fx.Node | Hidden, ...]
+
+
+def note_dense_masks(graph: Graph, strict: bool) -> None:
+    """Note what masks of queries times keys cost that are not read, where they are larger than the queries.
+
+    Raises:
+        Error: with ``strict``, there is one, and it is not only a bias.
+    """
+    found = dict[GraphValue, list[Node]]()
+    for node in graph.nodes:
+        mask = argument(node, "mask") if node.op is attention else None
+        if mask is not None and min(mask.shape[-2:]) > 1:
+            found.setdefault(mask, []).append(node)
+    for mask, (first, *others) in found.items():
+        calls = f"{first.where.module or 'the model'}{f' and {len(others)} more calls' * bool(others)}"
+        text = f"attention of {calls}: a mask {[*mask.shape]} of {size_text(mask.type.nbytes)} that is not read"
+        made = base_name(mask.node) if mask.node is not None else ""
+        if strict and (mask.type.dtype is torch.bool or made in HIDES):
+            expected = "a predicate of positions and ids: causal, a window, documents, padding (docs/long-context.md)"
+            remedy = "call F.scaled_dot_product_attention with such a mask; without strict=True it stays dense"
+            raise Error(text, where=str(first.where), expected=expected, got=str(mask.type), remedy=remedy)
+        if mask.type.numel > first.operands[0].type.numel:
+            graph.notes.append(f"{text} as a predicate of positions and ids")
+
+
 class Seen(NamedTuple):
     """What a query sees: the keys up to its place, and those of a window; all, where it has neither. Of these, those
     with its id (a token for queries, one for keys), and with all flags."""
@@ -100,35 +142,175 @@ class Seen(NamedTuple):
 
 
 def simplify_attention(graph: fx.Graph) -> None:
-    """Simplify the attention calls of an exported graph."""
+    """Simplify the attention calls of an exported graph, and make calls of attention that is written out."""
     calls = [node for node in graph.nodes if node.target is ATTENTION]
-    if not calls:
+    written = [*written_attentions(graph)]
+    if not calls and not written:
         return
-    reader, written = MaskReader(graph), dict[fx.Node, dict[str, Any]]()
+    reader, made = MaskReader(graph), dict[Any, dict[str, Any]]()
     for node in calls:
         bound = with_defaults(ATTENTION, node.args, node.kwargs)
-        mask, seen = bound["attn_mask"], None
-        if isinstance(mask, fx.Node) and not bound["is_causal"] and mask in reader.values:
-            seen = _seen(reader, reader.values[mask], mask.meta["val"], bound)
+        if isinstance(bound["attn_mask"], fx.Node) and not bound["is_causal"]:
+            bound |= _masked(reader, (bound["attn_mask"],), bound, made)[0]
+        _write(node, bound)
+    for each in written:
+        _write_out(*each, reader, made)
+
+
+def _write_out(scores: Scores, v: Dims, result: Dims, reader: MaskReader, made: dict[Any, dict[str, Any]]) -> None:
+    """Make a call of attention that is written out, unless no call computes it: finite numbers of a
+    dense mask say that a query which sees no key has the mean of all, and no logsumexp can say that."""
+    out, order = result
+    batch, width = order.replace("s", "").replace("e", ""), scores.q[0].meta["val"].shape[scores.q[1].index("e")]
+    call = partial(_call, out, out)
+    query, key, value = (
+        _in_order(call, *of) for of in ((scores.q, f"{batch}se"), (scores.k, f"{batch}te"), (v, f"{batch}te"))
+    )
+    bound = with_defaults(ATTENTION, (query, key, value), {})
+    bound["scale"] = None if math.isclose(scores.scale, width**-0.5, rel_tol=1e-15) else scores.scale
+    bound |= {"softcap": 1.0 if scores.tanh else scores.softcap, "sinks": scores.sinks}
+    if scores.masks:
+        found, dense = _masked(reader, scores.masks, bound, made)
+        if scores.sinks is None and _hides(dense):
+            return
+        bound |= found
+    if (bound["softcap"] or scores.sinks is not None) and not _is_plain(bound):
+        return
+    shape = [out.meta["val"].shape[order.index(dim)] for dim in f"{batch}se"]
+    with out.graph.inserting_before(out):
+        attends = out.graph.call_function(ATTENTION, (query, key, value))
+    attends.meta = {**out.meta, "val": out.meta["val"].new_empty(shape)}
+    out.replace_all_uses_with(_in_order(call, (attends, f"{batch}se"), order))
+    _write(attends, bound)
+    _erase([out, *scores.nodes])
+
+
+def _in_order(call: Callable[..., fx.Node], tensor: Dims, order: str) -> fx.Node:
+    """A tensor with its dims in an order; what moves them before is left out."""
+    node: Any
+    node, dims = tensor
+    while dims != order and node.target in (*COPIES, *MOVES):
+        if node.target is aten.permute.default:
+            moved = [dim % len(dims) for dim in node.args[1]]
+            dims = "".join(dims[moved.index(dim)] for dim in range(len(dims)))
+        elif node.target in MOVES:
+            a, b = (dims[dim] for dim in node.args[1:] or (-2, -1))
+            dims = dims.translate(str.maketrans(a + b, b + a))
+        node = node.args[0]
+    return node if dims == order else call(aten.permute.default, node, [dims.index(each) for each in order])
+
+
+def _erase(nodes: Sequence[fx.Node]) -> None:
+    """Erase what is no longer needed of nodes in reverse order, with the assertions and the maxima of their results."""
+    for node in nodes:
+        for user in [*node.users]:
+            if user.target in OF_RESULTS:
+                _erase([user])
+        if not node.users:
+            node.graph.erase_node(node)
+
+
+def _call(like: fx.Node, before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call of the graph, before a node."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(op, args, kwargs)
+    values: Any = fx.map_arg(args, lambda each: each.meta["val"])
+    node.meta = {**like.meta, "val": op(*values, **kwargs)}
+    return node
+
+
+def _behind(node: fx.Node) -> fx.Node:
+    """The first call behind a node."""
+    return node.next if node.next.op != "placeholder" else _behind(node.next)
+
+
+def _hides(masks: Masks) -> bool:
+    """Whether masks may hide keys by finite numbers."""
+    todo, known = [_node_of(each) for each in masks], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        known.add(node)
+        if any(isinstance(each, (int, float)) and -math.inf < each <= LOW for each in node.args):
+            return True
+        todo += [each for each in node.all_input_nodes if node.target in SPREADS and each not in known]
+    return any(isinstance(each, Hidden) and each.number > -math.inf for each in masks)
+
+
+# ---- masks ----------------------------------------------------------------------------------------------------------
+
+
+def _node_of(mask: fx.Node | Hidden) -> fx.Node:
+    return mask.condition if isinstance(mask, Hidden) else mask
+
+
+def _masked(
+    reader: MaskReader, masks: Masks, bound: Mapping[str, Any], made: dict[Any, dict[str, Any]]
+) -> tuple[dict[str, Any], Masks]:
+    """The arguments that masks are, and those of the masks that are not read, which make one dense mask."""
+    known = {each: found for each in masks if (found := _conditions(reader, each)) is not None}
+    seen, dense = None, masks
+    if known:
+        shape = torch.broadcast_shapes(*(_node_of(each).meta["val"].shape for each in known))
+        conditions = true_where(simplified(Choice(frozenset[Condition]().union(*known.values())), shape))
+        finite = bound.get("sinks") is None and any(_is_finite(reader, each) for each in known)
+        seen = _seen(reader, conditions, finite, shape, bound)
+    if seen is not None:
+        dense = tuple(each for each in masks if each not in known)
+        if dense and seen.flags and seen[:3] == Seen()[:3]:
+            seen, dense = None, masks
+    if (masks, seen) not in made:
+        last = next(node for node in reversed(reader.graph.nodes) if node in map(_node_of, masks))
+        made[masks, seen] = {"attn_mask": _dense(dense, bound["query"].meta["val"], last)}
         if seen is not None:
-            if mask not in written:
-                written[mask] = _tensors_of(mask, seen, *_lengths(bound))
-            bound |= {"attn_mask": None, "is_causal": seen.causal, **written[mask]}
-        if not bound["enable_gqa"]:
-            bound |= _grouped(bound)
-        if seen is not None and (seen.window or "q_ids" in bound):
-            _write(node, {**bound, "window": [*seen.window]})
-            continue
-        tensors = tuple(bound[name] for name in ("query", "key", "value"))
-        node.args = (*tensors, bound["attn_mask"], bound["dropout_p"], bound["is_causal"])
-        node.kwargs = {"scale": bound["scale"], "enable_gqa": bound["enable_gqa"]}
+            made[masks, seen] |= _tensors_of(last, seen, *_lengths(bound))
+    how = {} if seen is None else {"is_causal": seen.causal, "window": [*seen.window]}
+    return {**how, **made[masks, seen]}, dense
 
 
-def _seen(reader: MaskReader, mask: Value, given: torch.Tensor, bound: Mapping[str, Any]) -> Seen | None:
-    """What queries see by a mask; None: something that only the mask says, or it is one of keys alone."""
-    is_bool = given.dtype is torch.bool
-    conditions = true_where(mask if is_bool else mapped(mask, partial(_is_seen, torch.finfo(given.dtype).min)))
-    conditions = None if conditions is None else reader.in_order(conditions)
+def _dense(masks: Masks, query: torch.Tensor, last: fx.Node) -> fx.Node | None:
+    """One mask of those that are added, and of those by which scores are filled."""
+    call, total = partial(_call, last, _behind(last)), None
+    for each in masks:
+        node = _node_of(each)
+        if isinstance(each, Hidden):
+            if each.number == -math.inf and len(masks) == 1:
+                return node if each.unless else call(aten.logical_not.default, node)
+            hidden = call(aten.logical_not.default, node) if each.unless else node
+            zeros = call(aten.new_zeros.default, node, [*node.meta["val"].shape], dtype=query.dtype)
+            node = call(aten.masked_fill.Scalar, zeros, hidden, each.number)
+        elif len(masks) > 1 and node.meta["val"].dtype is not query.dtype:
+            node = call(aten._to_copy.default, node, dtype=query.dtype)
+        total = node if total is None else call(aten.add.Tensor, total, node)
+    while total is not None and query.dim() == 4 and total.meta["val"].dim() not in (2, 4):
+        total = call(aten.unsqueeze.default, total, 0)
+    return total
+
+
+def _conditions(reader: MaskReader, mask: fx.Node | Hidden) -> frozenset[Condition] | None:
+    """The conditions under which a query sees a key, by one mask; None, if it is not read."""
+    node = _node_of(mask)
+    value, given = reader.values.get(node), node.meta["val"]
+    if value is not None and isinstance(mask, Hidden) and not mask.unless:
+        value = mapped(value, operator.not_)
+    elif value is not None and given.dtype is not torch.bool:
+        value = mapped(value, partial(_is_seen, torch.finfo(given.dtype).min))
+    return true_where(value)
+
+
+def _is_finite(reader: MaskReader, mask: fx.Node | Hidden) -> bool:
+    """Whether keys are hidden by finite numbers."""
+    if isinstance(mask, Hidden):
+        return mask.number > -math.inf
+    value = reader.values.get(mask)
+    return isinstance(value, Choice) and -math.inf < min(value.seen, value.unseen) < 0
+
+
+def _seen(
+    reader: MaskReader, found: frozenset[Condition] | None, finite: bool, given: Sequence[int], bound: Mapping[str, Any]
+) -> Seen | None:
+    """What queries see by a mask of a shape; None: something that only the mask says, or it is one of keys alone.
+    ``finite``: keys are hidden by finite numbers."""
+    conditions = None if found is None else reader.in_order(found)
     sides = None if conditions is None else _sides(each for each in conditions if isinstance(each, Affine))
     if conditions is None or sides is None:
         return None
@@ -138,11 +320,11 @@ def _seen(reader: MaskReader, mask: Value, given: torch.Tensor, bound: Mapping[s
     seen = Seen(right == 0, () if left is None and right in (None, 0) else window)
     of_data = [each for each in conditions if not isinstance(each, Affine)]
     some = not of_data and min(window) >= 0 and rows <= keys + window[0]
-    if not some and isinstance(mask, Choice) and -math.inf < min(mask.seen, mask.unseen) < 0:
-        return None  # finite numbers hide no key from a query that sees none
+    if finite and not some:
+        return None  # they hide no key from a query that sees none
     if of_data:
         per_query, per_key = (
-            partial(_is_per_token, shape=(bound["query"].meta["val"].shape[0], size), dim=dim, dims=given.dim())
+            partial(_is_per_token, shape=(bound["query"].meta["val"].shape[0], size), dim=dim, dims=len(given))
             for size, dim in ((rows, -2), (keys, -1))
         )
         pairs = [each for each in of_data if isinstance(each, SameToken)]
@@ -154,7 +336,7 @@ def _seen(reader: MaskReader, mask: Value, given: torch.Tensor, bound: Mapping[s
             return None
         seen = seen._replace(ids=ids, flags=flags)
     if seen.flags and seen[:3] == Seen()[:3]:
-        return seen if given.dim() > 1 and given.shape[-2] > 1 and _is_plain(bound) else None
+        return seen if len(given) > 1 and given[-2] > 1 and _is_plain(bound) else None
     return seen if seen == Seen(seen.causal) or (sum(window) >= 0 and _is_plain(bound)) else None
 
 
@@ -176,19 +358,12 @@ def _tensors_of(mask: fx.Node, seen: Seen, rows: int, keys: int) -> dict[str, An
     """The tensors of tokens by which queries see keys, written behind the mask: a mask ``[b, 1, 1, t]`` of keys alone,
     or ids of queries and of keys, which are odd where a flag is not set."""
 
-    def call(op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        with mask.graph.inserting_before(place):
-            node = mask.graph.call_function(op, args, kwargs)
-        values: Any = fx.map_arg(args, lambda each: each.meta["val"])
-        node.meta = {**mask.meta, "val": op(*values, **kwargs)}
-        return node
-
     def of_tokens(token: Token, size: int) -> fx.Node:
         return call(aten.reshape.default, token.source, [token.source.meta["val"].numel() // size, size])
 
     if not seen.flags and not seen.ids:
         return {}
-    place = mask.next
+    call = partial(_call, mask, _behind(mask))
     flags = [of_tokens(each, keys) for each in sorted(seen.flags, key=lambda each: each.source.name)]
     seen_by_all = reduce(partial(call, aten.logical_and.default), flags) if flags else None
     if seen_by_all is not None and seen[:3] == Seen()[:3]:
@@ -221,8 +396,15 @@ def _is_plain(bound: Mapping[str, Any]) -> bool:
     return same and k[1] in (1, q[1] if not bound["enable_gqa"] else k[1])
 
 
-def _write(node: fx.Node, bound: Mapping[str, Any]) -> None:
-    """The call as our op, which has arguments for what is seen."""
+def _write(node: fx.Node, bound: dict[str, Any]) -> None:
+    """Write a call: as our op, where only that has an argument which it needs."""
+    if not bound["enable_gqa"]:
+        bound |= _grouped(bound)
+    if not any(bound.get(name) not in (None, [], 0.0) for name in NAMED):
+        tensors = tuple(bound[name] for name in ("query", "key", "value"))
+        node.args = (*tensors, bound["attn_mask"], bound["dropout_p"], bound["is_causal"])
+        node.kwargs = {"scale": bound["scale"], "enable_gqa": bound["enable_gqa"]}
+        return
     given, named = in_order(attention, by_our_names(ATTENTION, (), bound))
     made = node.meta["val"]
     with node.graph.inserting_before(node):

@@ -184,6 +184,8 @@ def true_where(value: Value | None) -> frozenset[Condition] | None:
 
 EXACT = (None, torch.int64, torch.int32)
 """Dtypes of positions, which others would round."""
+FLOAT32 = torch.finfo(torch.float32).max
+"""The largest number that is finite in most dtypes."""
 
 
 def _range(shape: Shape, *bounds: Any, dtype: torch.dtype | None = None, **_: Any) -> Value | None:
@@ -210,6 +212,11 @@ def _add(sign: int) -> Callable[..., Value | None]:
         return a.plus(b, sign * alpha) if both else None
 
     return add
+
+
+def _mul(shape: Shape, a: Any, b: Any) -> Value | None:
+    known = isinstance(a, (Affine, Choice)) and isinstance(b, (int, float)) and abs(b) <= FLOAT32
+    return mapped(a, lambda number: number * b) if known else None
 
 
 def _compare(compare: Callable[[Any, Any], bool]) -> Callable[..., Value | None]:
@@ -374,6 +381,7 @@ OPS: Mapping[str, Callable[..., Value | None]] = {
     "full_like": _full,
     "add": _add(1),
     "sub": _add(-1),
+    "mul": _mul,
     "neg": lambda shape, x: x.negative() if isinstance(x, Affine) else None,
     "abs": lambda shape, x: Magnitude(x) if isinstance(x, Affine) else None,
     "le": _compare(operator.le),
@@ -465,7 +473,7 @@ class MaskReader:
     """Reads the values of a graph's nodes."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.values: dict[fx.Node, Value] = {}
+        self.graph, self.values = graph, dict[fx.Node, Value]()
         written = _written(graph)
         for node in graph.nodes:
             if node not in written and (shape := _shape(node)) is not None:

@@ -5,7 +5,7 @@
 The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask has 2 or 4 dims that broadcast to
 ``[b, h, s, t]``: bool (False is left out) or of the dtype of ``q`` (added). ``causal``: query ``i`` sees the keys up to
 ``i``; ``window``, ``[left, right]``: those from ``i - left`` to ``i + right``; ``q_ids[b s]``, ``k_ids[b t]``: those
-with its id. A window and ids are instead of a mask. A query that sees no key gets zeros, and a logsumexp of 0.
+with its id; each hides keys that a mask leaves. A query that sees no key gets zeros, and a logsumexp of 0.
 ``scale`` is ``1 / sqrt(e)`` where it is None; ``softcap`` ``c`` makes ``c * tanh(s / c)`` of each scaled product ``s``;
 ``sinks[h]`` are a further logit of each query, of no value. A rank's ``box`` of the global ``[b, h, s, t]`` says what
 its queries see, and what dropout of ``p`` draws.
@@ -33,6 +33,8 @@ from .context.causal_rows import backward_from, forward_from, seen_mask
 from .context.plain_attention import Given, drawn, gradient_of_sinks, wide, with_sinks
 from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, own_rows, tiles
 
+NAMED = "window", "q_ids", "k_ids", "softcap", "sinks"
+"""The arguments that graphs give by name: what queries see, and how scores are changed."""
 HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
 DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[], "
 DRAW += "int[] window=[], Tensor? q_ids=None, Tensor? k_ids=None, float softcap=0.0, Tensor? sinks=None"
@@ -58,12 +60,18 @@ def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
     return [*args, *defaults[len(args) :]]
 
 
-def _by_tiles(mask: Given, window: Sequence[int], ids: Sequence[Given], softcap: float) -> bool:
-    """Whether keys are seen by tiles."""
-    found = bool(window) or ids[0] is not None
-    if found and mask is not None:
-        raise ValueError("attention takes a mask, or a window and ids")
-    return found or (softcap != 0 and mask is None)
+def _by_tiles(window: Sequence[int], ids: Sequence[Given], softcap: float) -> bool:
+    """Whether attention is computed by tiles of queries."""
+    return bool(window) or ids[0] is not None or softcap != 0
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, *how: Any) -> tuple[Tensor, Tensor]:
+    return forward_by(kernel_for(q, k, v, mask, causal, *how[-2:]), q, k, v, mask, causal, *how)
+
+
+def _backward(grad: Tensor, qkv: Any, *given: Any) -> tuple[Tensor, ...]:
+    (q, k, v), (_, _, mask, causal, _, of_mask, _, p, softcap) = qkv, given
+    return backward_by("" if of_mask else kernel_for(q, k, v, mask, causal, p, softcap), grad, qkv, *given)
 
 
 @define(
@@ -77,15 +85,18 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
         out, logsumexp = attention(q, k, v, mask, causal, scale, p, seed, number, box, window, *ids, softcap)
         out, logsumexp = with_sinks(out, logsumexp, sinks)
         return laid_like(out, q) if out.shape == q.shape else out.contiguous(), logsumexp
-    if _by_tiles(mask, window, ids, softcap):
-        draw = p, seed, number
-        one = lambda tile, *qkv: attention(*qkv, tile.mask, False, scale, *draw, tile.box, softcap=softcap)  # noqa: E731
-        return forward_by_tiles(q, k, v, tiles(q, k, causal, box, window, ids), one)
+    if _by_tiles(window, ids, softcap):
+
+        def one(tile: QueryTile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            keep = drawn(q, k, p, seed, number, tile.box)
+            return _forward(q, k, v, tile.mask, False, scale, keep, p, softcap)
+
+        return forward_by_tiles(q, k, v, tiles(q, k, causal, box, window, ids, mask=mask), one)
     keep, box = drawn(q, k, p, seed, number, box), box if causal else []
     if len(box) == 4 and mask is None and keep is None:
         return forward_from(box[2], q, k, v, lambda own, k, v: attention(q, k, v, None, own, scale))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
-    return forward_by(kernel_for(q, k, v, mask, causal, p, softcap), q, k, v, mask, causal, scale, keep, p, softcap)
+    return _forward(q, k, v, mask, causal, scale, keep, p, softcap)
 
 
 @define(
@@ -108,16 +119,16 @@ def attention_backward(
         grads: tuple[Tensor, ...] = attention_backward(grad, q, k, v, out, logsumexp, *rest)
         grad, out, logsumexp = (own_rows((each, k, v), draw[2], rows)[0] for each in (grad, out, logsumexp))
         return *grads[:4], gradient_of_sinks(grad, out, logsumexp, sinks)
-    if _by_tiles(mask, window, (q_ids, k_ids), softcap):
+    if _by_tiles(window, (q_ids, k_ids), softcap):
 
         def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:
             of_rows = (each[:, :, tile.rows] for each in (out, logsumexp))
-            given = (grad[:, :, tile.rows], *qkv, *of_rows, tile.mask)
-            how = False, scale, False, p, *draw[:2], tile.box
-            made: tuple[Tensor, ...] = attention_backward(*given, *how, softcap=softcap)
-            return made
+            keep = drawn(qkv[0], qkv[1], p, draw[0], draw[1], tile.box)
+            how = tile.mask, False, scale, of_mask, keep, p, softcap
+            return _backward(grad[:, :, tile.rows], qkv, *of_rows, *how)
 
-        made = backward_by_tiles(q, k, v, tiles(q, k, causal, draw[2], window, (q_ids, k_ids), rows), one)
+        parts = tiles(q, k, causal, draw[2], window, (q_ids, k_ids), rows, mask)
+        made = backward_by_tiles(q, k, v, parts, one, mask if of_mask else None)
         own = own_rows((q, k, v), draw[2], rows), own_rows(made[:3], draw[2], rows)
         return *(laid_like(grad, like) for like, grad in zip(*own, strict=True)), made[3], q.new_empty(0)
     keep, box = drawn(q, k, p, *draw), draw[2] if causal else []
@@ -125,8 +136,7 @@ def attention_backward(
         backward = lambda own, *kv: attention_backward(grad, q, kv[0], kv[1], out, logsumexp, None, own, scale)  # noqa: E731
         return *backward_from(box[2], q, k, v, backward), q.new_empty(0)
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
-    kernel = "" if of_mask else kernel_for(q, k, v, mask, causal, p, softcap)
-    made = backward_by(kernel, grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p, softcap)
+    made = _backward(grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p, softcap)
     return *made, q.new_empty(0)
 
 

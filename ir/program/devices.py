@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import makes_of_nothing
-from shardfx.ir.ops.fused_attention import attention, attention_backward
+from shardfx.ir.ops.fused_attention import NAMED, attention, attention_backward
 from shardfx.ir.ops.traits import with_defaults
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.local import NodeShard, may_lack
@@ -44,9 +44,7 @@ def _flash_takes(share: NodeShard) -> bool:
 
 
 def _flash(share: NodeShard, values: Mapping[str, Any]) -> Call | None:
-    if not _flash_takes(share) or any(values[name] for name in ("box", "window", "softcap")):
-        return None
-    if any(values[name] is not None for name in ("q_ids", "sinks")):
+    if not _flash_takes(share) or values["box"] or any(values[name] not in (None, [], 0.0) for name in NAMED):
         return None
     backward = share.node.op is attention_backward
     names = ("grad", "q", "k", "v", "out", "logsumexp") if backward else ("q", "k", "v")

@@ -83,7 +83,7 @@ def by_softmax(qkv: list[Tensor], bias: Tensor, softcap: float, sinks: Tensor | 
 
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize("has_sinks", [False, True])
-@pytest.mark.parametrize("kind", ["all", "causal", "window", "mask", "rows"])
+@pytest.mark.parametrize("kind", ["all", "causal", "window", "mask", "rows", "mask and window"])
 def test_soft_caps_sinks_and_the_gradient_of_the_logsumexp(
     monkeypatch: pytest.MonkeyPatch, softcap: float, has_sinks: bool, kind: str
 ) -> None:
@@ -93,18 +93,20 @@ def test_soft_caps_sinks_and_the_gradient_of_the_logsumexp(
     qkv = [torch.randn(2, heads, 11, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
     apart = torch.arange(11) - torch.arange(11)[:, None]
-    hidden = {"causal": apart > 0, "window": (apart > 0) | (apart < -3), "rows": apart > 3}.get(kind, apart > 11)
+    far = (apart > 0) | (apart < -3)
+    hidden = {"causal": apart > 0, "window": far, "rows": apart > 3, "mask and window": far}.get(kind, apart > 11)
     bias = torch.randn(1, 4, 11, 11, dtype=torch.float64, requires_grad=True)
     how: dict[str, dict[str, Any]] = {
         "mask": {"mask": bias},
         "causal": {"causal": True},
         "window": {"causal": True, "window": [3, 0]},
         "rows": {"causal": True, "box": [0, 0, 3, 0]},
+        "mask and window": {"mask": bias, "causal": True, "window": [3, 0]},
     }
-    given = bias if kind == "mask" else torch.zeros(11, 11, dtype=torch.float64).masked_fill(hidden, -torch.inf)
+    given = (bias if "mask" in kind else torch.zeros(11, 11, dtype=torch.float64)).masked_fill(hidden, -torch.inf)
     ours = attention(*qkv, scale=0.5, softcap=softcap, sinks=sinks, **how.get(kind, {}))
     theirs = by_softmax(qkv, given, softcap, sinks)
-    leaves = [*qkv, *([sinks] if sinks is not None else []), *([bias] if kind == "mask" else [])]
+    leaves = [*qkv, *([sinks] if sinks is not None else []), *([bias] if "mask" in kind else [])]
     grads = [torch.randn_like(each) for each in ours]
     for picked in ([0], [1], [0, 1]):
         a, b = (
@@ -192,11 +194,12 @@ def test_keys_with_the_id_of_a_query_are_its_dense_mask(
             assert torch.allclose(a, b, atol=1e-12, rtol=0)
 
 
-def test_a_mask_and_a_window_or_ids_exclude_one_another() -> None:
-    q, ids = torch.randn(1, 1, 4, 8), torch.zeros(1, 4, dtype=torch.int64)
-    for named in ({"window": [1, 0]}, {"q_ids": ids, "k_ids": ids}):
-        with pytest.raises(ValueError, match="a mask, or a window and ids"):
-            attention(q, q, q, torch.ones(4, 4, dtype=torch.bool), **named)
+def test_a_mask_beside_ids_hides_further_keys() -> None:
+    q, ids = torch.randn(1, 1, 6, 8, dtype=torch.float64), torch.tensor([[0, 0, 1, 1, 1, 2]])
+    kept = torch.rand(6, 6) > 0.4
+    ours = attention(q, q, q, kept, q_ids=ids, k_ids=ids)
+    theirs = attention(q, q, q, kept & (ids[0] == ids[0, :, None]))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(("left", "right"), [(3, 0), (2, 4), (0, 0)])

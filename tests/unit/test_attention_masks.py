@@ -227,6 +227,32 @@ def test_masks_of_data(name: str) -> None:
     torch.testing.assert_close(pm(*other), squares(model(*other)), rtol=1e-12, atol=1e-12)
 
 
+def of_data(name: str, **options: bool) -> sx.ParallelModule:
+    docs, kept = torch.tensor([[0, 0, 1, 1, 1, 2], [3, 3, 3, 3, 0, 0]]), torch.ones(2, T, dtype=torch.bool)
+    hints = sx.Hints(args=(torch.randn(2, T, 8, dtype=F64), docs, kept), loss=squares, **options)
+    return sx.parallelize(OfTokens(OF_DATA[name][0]), sx.Mesh(dp=1), hints, virtual=True)
+
+
+def test_a_mask_that_is_not_read_is_an_error_if_strict() -> None:
+    with pytest.raises(sx.Error, match=r"(?s): a mask \[2, 1, 6, 6\] of 72 B that is not read.*causal, a window"):
+        of_data("documents or causal", strict=True)
+    assert not of_data("documents", strict=True).captured.notes
+
+
+class LongBias(nn.Module):
+    """Attention with a bias of positions, as ALiBi has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[2], dtype=F64)
+        return F.scaled_dot_product_attention(x, x, x, (places - places[:, None]).abs() * -0.1)
+
+
+def test_a_dense_mask_is_noted_with_its_bytes() -> None:
+    x = torch.randn(1, 1, 32, 8, dtype=F64, requires_grad=True)
+    pm = sx.parallelize(LongBias(), sx.Mesh(dp=1), sx.Hints(args=(x,), loss=squares, strict=True), virtual=True)
+    assert "a mask [32, 32] of 8.2 kB that is not read as a predicate" in str(pm.captured.notes)
+
+
 def by_groups(x: Tensor) -> Tensor:
     """As transformers repeat them."""
     return x[:, :, None].expand(-1, -1, 2, -1, -1).reshape(x.shape[0], 4, *x.shape[2:])

@@ -56,6 +56,21 @@ class Attention(nn.Module):
         return self.out(out.transpose(1, 2).flatten(2)).mean(1)
 
 
+class WrittenAttention(Attention):
+    """The same written out, with a soft cap and sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (-1, 4)).transpose(1, 2) for each in self.qkv(x).split([16, 8, 8], -1))
+        k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+        scores = torch.tanh(q @ k.mT / 4) * 2 + torch.full((8, 8), -torch.inf, dtype=F64).triu(1)
+        joined = torch.cat([scores, self.sinks[:, None, None].expand(x.shape[0], -1, x.shape[1], 1)], -1)
+        return self.out((joined.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2)).mean(1)
+
+
 CONTEXTS = {"heads": "all-to-all", "query rows": "gather", "ring": "ring"}
 """The strategies of attention, by the plan."""
 
@@ -82,6 +97,9 @@ def plan(name: str) -> sx.ParallelModule:
         mesh, model, x = sx.Mesh(cp=4), Attention().double(), torch.randn(2, 8, 8, dtype=F64)
         how = CONTEXTS[name]
         y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, cp, -", "": sx.Context("cp", how)}}
+    elif name == "sinks":
+        mesh, model, x = sx.Mesh(cp=2), WrittenAttention().double(), torch.randn(2, 8, 8, dtype=F64)
+        y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, cp, -", "": sx.Context("cp", "all-to-all")}}
     hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, **given)
     return sx.parallelize(model, mesh, hints, virtual=True)
 
@@ -191,6 +209,13 @@ DAMAGES: dict[str, Damage] = {
     "a step joined with the first one alone": Damage("ring", STEP, put(0, first_step), keyword="out"),
     "steps without rescaling": Damage("ring", STEP, put(0, first_step), keyword="logsumexp"),
     "gradients of keys of another block": Damage("ring", STEP_BACKWARD, further_block, keyword="place"),
+    "another soft cap": Damage("sinks", "shardfx.attention", put(0, lambda cap: cap + 1), keyword="softcap"),
+    "gradients without a soft cap": Damage(
+        "sinks", "shardfx.attention_backward", put(0, lambda cap: 0.0), keyword="softcap"
+    ),
+    "no sinks": Damage("sinks", "shardfx.attention", put(0, lambda sinks: None), keyword="sinks"),
+    "sinks of other heads": Damage("sinks", "pack.take", put(3, lambda start: abs(start - 2))),
+    "gradients of no sinks": Damage("sinks", "shardfx.attention_backward", put(0, lambda sinks: None), keyword="sinks"),
     "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),
 }
 """What may be wrong with what only some plans have."""

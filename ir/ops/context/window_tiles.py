@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..computing.library import Ints
 from .causal_rows import box_places
-from .plain_attention import wide
+from .plain_attention import Given, wide
 
 SMALLEST, LARGEST, PAIRS = 128, 1024, 2**22
 """Numbers of rows of a tile: a quarter of the keys that a row sees, between these, and of no more pairs than this."""
@@ -48,7 +48,14 @@ def reach(causal: bool, window: Ints) -> tuple[int, int]:
 
 
 def tiles(
-    q: Tensor, k: Tensor, causal: bool, box: Ints, window: Ints, ids: Sequence[Tensor | None], own: Ints = ()
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    box: Ints,
+    window: Ints,
+    ids: Sequence[Given],
+    own: Ints = (),
+    mask: Given = None,
 ) -> Iterator[QueryTile]:
     """The tiles of queries ``[b h s e]`` and keys ``[b g t e]`` at ``box``; one, where rows or keys are no contiguous
     range. ``ids`` are of queries ``[b s]`` and of keys ``[b t]``."""
@@ -68,6 +75,9 @@ def tiles(
             seen = (apart_by >= -left) & (apart_by <= right)
             if ids[0] is not None and ids[1] is not None:
                 seen = seen & (ids[0][:, None, start:stop, None] == ids[1][:, None, None, first:last])
+            if mask is not None:
+                of_tile = part_of(mask, slice(start, stop), slice(first, last))
+                seen = of_tile & seen if mask.dtype == torch.bool else of_tile.masked_fill(~seen, -torch.inf)
             part = [[*each] for each in ranges]
             if plain:
                 part[2][1:], part[3][1:] = [part[2][1] + start, stop - start], [part[3][1] + first, last - first]
@@ -113,17 +123,26 @@ def own_rows(tensors: Sequence[Tensor], box: Ints, own: Ints) -> list[Tensor]:
     return [each.narrow(2, own[0] - start, own[1]) for each, start in zip(tensors, starts, strict=True)]
 
 
-def backward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: Backward) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys and values; those of keys and values are summed in the dtype of scores."""
-    grad_q = torch.empty_like(q)
+def part_of(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    return mask[..., rows if mask.shape[-2] > 1 else slice(None), keys if mask.shape[-1] > 1 else slice(None)]
+
+
+def backward_by_tiles(
+    q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: Backward, mask: Given = None
+) -> tuple[Tensor, ...]:
+    """The gradients of queries, keys, values and a mask; those of keys and values are summed in the dtype of scores."""
+    grad_q, grad_mask = torch.empty_like(q), q.new_empty(0) if mask is None else torch.zeros_like(mask)
     sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (k, v)]
     for tile in parts:
         own, seen = tile.rows, tile.keys
-        grad_q[:, :, own], *grads = backward(tile, q[:, :, own], k[:, :, seen], v[:, :, seen])[:3]
-        for total, grad in zip(sums, grads, strict=True):
+        grad_q[:, :, own], *grads = backward(tile, q[:, :, own], k[:, :, seen], v[:, :, seen])
+        if mask is not None:
+            total = part_of(grad_mask, own, seen)
+            total += grads[2].sum_to_size(*total.shape)
+        for total, grad in zip(sums, grads[:2], strict=True):
             total[:, :, seen] += grad
     of_keys = (total.to(each.dtype) for total, each in zip(sums, (k, v), strict=True))
-    return grad_q, *of_keys, q.new_empty(0)
+    return grad_q, *of_keys, grad_mask
 
 
 def seen_pairs(shape: Sequence[int], causal: bool, window: Ints, box: Ints, own: Ints = ()) -> int:

@@ -50,7 +50,7 @@ def backward(node: Node) -> Template | ShardingRule:
 
 def windows_of(node: Node) -> tuple[Window, Window] | None:
     """The keys that a row sees, and the rows that see a key, where a halo of them is less than all."""
-    if not argument(node, "window"):
+    if not argument(node, "window") or argument(node, "mask") is not None:
         return None
     left, right = reach(argument(node, "causal"), argument(node, "window"))
     s, t = (argument(node, name).shape[2] for name in ("q", "k"))
