@@ -1,0 +1,83 @@
+"""Hugging Face decoders with a sequence over two to four ranks, by each strategy: equal to one device, and proven."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor
+
+import shardfx as sx
+
+pytestmark = pytest.mark.long
+
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "llama": ("Llama", {}, 1e-12),
+    "qwen3": ("Qwen3", {}, 1e-12),
+    "mistral": ("Mistral", {"sliding_window": 7}, 1e-12),
+    "gemma3": ("Gemma3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]}, 1e-7),
+}
+"""The name of its classes, its config, and the bound: norms of Gemma 3 are computed in float32."""
+INPUTS: dict[str, dict[str, Tensor]] = {
+    "plain": {},
+    "packed": {"position_ids": torch.cat([torch.arange(10), torch.arange(14)]).expand(2, -1)},
+    "padded": {"attention_mask": torch.ones(2, 24, dtype=torch.int64).index_fill(1, torch.arange(3), 0)},
+}
+CASES = [
+    ("llama", "gather", 3, "packed"),
+    ("llama", "all-to-all", 4, "padded"),
+    ("llama", "ring", 4, "packed"),
+    ("llama", "2d", 4, "plain"),
+    ("qwen3", "gather", 2, "plain"),
+    ("qwen3", "all-to-all", 2, "packed"),
+    ("qwen3", "ring", 3, "plain"),
+    ("qwen3", "2d", 4, "packed"),
+    ("mistral", "window", 3, "plain"),
+    ("mistral", "all-to-all", 2, "packed"),
+    ("mistral", "ring", 4, "padded"),
+    ("mistral", "gather", 4, "plain"),
+    ("gemma3", "auto", 3, "packed"),
+    ("gemma3", "ring", 2, "plain"),
+]
+
+
+def loss(out: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(("name", "how", "ranks", "inputs"), CASES)
+def test_a_decoder_over_a_sharded_sequence_matches_single_device(name: str, how: str, ranks: int, inputs: str) -> None:
+    kind, config, bound = MODELS[name]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SMALL | config)
+    model = getattr(transformers, f"{kind}ForCausalLM")(made).double()
+    alone, ids = deepcopy(model), torch.randint(64, (2, 24))
+    given = {"input_ids": ids, "use_cache": False, **INPUTS[inputs]}
+    axes, mesh = ("r u", sx.Mesh(r=2, u=ranks // 2)) if how == "2d" else ("cp", sx.Mesh(cp=ranks))
+    rows = {f"kwargs.{each}": f"-, {axes}" for each, value in given.items() if isinstance(value, Tensor)}
+    specs = {**rows, "targets.0": f"-, {axes}", "**.self_attn": sx.Context(axes, how=how)}
+    hints = sx.Hints(kwargs=given, loss=loss, targets=(ids,), specs=specs)
+    pm = sx.parallelize(model, mesh, hints, virtual=True)
+    expected = loss(alone(**given), ids)
+    expected.backward()
+    found = pm(ids, **given)
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+    for (path, mine), theirs in zip(pm.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad, rtol=bound, atol=bound, msg=path)
+    verdict = pm.verify()
+    assert verdict, verdict.why
