@@ -41,8 +41,8 @@ class AttentionSteps:
 
     types: Sequence[TensorType]
     """Of each term."""
-    reshaped: Callable[[int, TensorType, Node], int]
-    """A term in another shape."""
+    seen_as: dict[int, int]
+    """The term that another one is a reshape of."""
     apply_whole: Callable[[Node, TermOf], Made]
     """The terms of a node's results."""
     make: Make
@@ -93,6 +93,15 @@ class AttentionSteps:
         made = self.make(("steps", whole, seen, last), types, node)
         if not last:
             self._chains[made] = whole, seen
+        return made
+
+    def reshaped(self, term: int, type: TensorType, node: Node) -> int:
+        """The term of another one in another shape."""
+        base = self.seen_as.get(term, term)
+        (made,) = (base,) if self.types[base] == type else self.make(("reshape", base, type), [type], node)
+        assert made is not None
+        if made != base:
+            self.seen_as[made] = base
         return made
 
     def total(self, parts: Iterable[int], node: Node) -> tuple[int, ...]:

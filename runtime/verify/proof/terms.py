@@ -73,7 +73,7 @@ class Terms:
 
     def __post_init__(self) -> None:
         self._copies = HeadCopies(self.types, self._seen_as)
-        self._steps = AttentionSteps(self.types, self._reshaped, self.apply, self._make)
+        self._steps = AttentionSteps(self.types, self._seen_as, self.apply, self._make)
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
@@ -103,20 +103,11 @@ class Terms:
         if gives_back(node):
             return (operands[0],)
         if op in RESHAPED:  # in how many steps, and how the shape was written, does not matter
-            return (self._reshaped(operands[0], node.outs[0].type, node),)
+            return (self._steps.reshaped(operands[0], node.outs[0].type, node),)
         if op in COMMUTE and not node.kwargs and len(operands) == len(node.args):
             return self._make((op, *sorted(operands)), types, node)
         found = self._copies.apply(node, term, types, self._call, self._make) or self._steps.apply(node, term, types)
         return found or self._call(node, term, types)
-
-    def _reshaped(self, term: int, type: TensorType, node: Node) -> int:
-        """The term of another one in another shape."""
-        base = self._seen_as.get(term, term)
-        made = base if self.types[base] == type else self._make(("reshape", base, type), [type], node)[0]
-        assert made is not None
-        if made != base:
-            self._seen_as[made] = base
-        return made
 
     def _call(self, node: Node, term: Callable[[Value], int], types: Types) -> tuple[int | None, ...]:
         return self._make(call_key(node, lambda v: TermRef(term(v))), types, node)
