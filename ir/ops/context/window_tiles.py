@@ -124,6 +124,7 @@ def own_rows(tensors: Sequence[Tensor], box: Ints, own: Ints) -> list[Tensor]:
 
 
 def part_of(mask: Tensor, rows: slice, keys: slice) -> Tensor:
+    """Of a mask ``[.. s t]`` some rows and keys; a dim of one broadcasts."""
     return mask[..., rows if mask.shape[-2] > 1 else slice(None), keys if mask.shape[-1] > 1 else slice(None)]
 
 
