@@ -347,7 +347,7 @@ class Elements:
 
 
 def _written_equal(a: Sequence[StridedRun], b: Sequence[StridedRun]) -> bool:
-    small = sum(run.numel for run in a) <= WRITTEN_OUT
+    small = a[0].base == b[0].base and sum(run.numel for run in a) <= WRITTEN_OUT
     return small and torch.equal(*(torch.cat([run.written_out() for run in each]) for each in (a, b)))
 
 
