@@ -57,6 +57,8 @@ FEWEST_ROWS = 128
 """The rows of a stripe on one rank, where their number is not asked for."""
 FETCHED = {attention: comm.all_gather, attention_step: comm.halo}
 """The communication that brings keys of other ranks."""
+UNSTRIPED = "without stripes, which need a causal mask, no layer with a sliding window, and a length that they divide"
+"""Why rows are not in the stripes that are asked for."""
 HOW = ("auto", "gather", "all-to-all", "ring", "window", "2d")
 
 
@@ -74,10 +76,11 @@ class Context:
             of several axes, rows over the others, as a ring. ``"window"``: rows, and a halo of the keys that they see
             in a sliding window of at most half the sequence. ``"auto"``: the one of the fewest predicted seconds that
             does not gather the keys of all rows; gather where nothing else works.
-        stripes: of ``"ring"`` and ``"2d"`` with a causal mask, the number of stripes of rows of which a rank has a part
-            each (Striped Attention, https://arxiv.org/abs/2311.09431): the busiest rank has ``1 + 1 / stripes`` times
-            the mean of the work, and of 1, plain sharding, twice. 0: up to 16 of 128 rows or more a rank. Under
-            ``torchrun`` ranks then pass the global batch, for their rows are stripes of it.
+        stripes: load balancing of ``"ring"`` and ``"2d"`` with a causal mask: the sequence is cut into so many chunks,
+            each split over the ranks (Striped Attention, https://arxiv.org/abs/2311.09431). The busiest rank then has
+            ``1 + 1 / stripes`` times the mean of the work; with 1, one contiguous part for each rank, twice the mean. 0
+            chooses 16, 8, 4 or 2, so that a chunk has 128 tokens or more on each rank, else 1. Models that have layers
+            with sliding windows have 1. Under ``torchrun`` each rank then passes the global batch, not a part of it.
 
     Example::
 
@@ -166,6 +169,8 @@ class ContextParallel(Pass):
             graph.notes.append(f"context parallelism of {text!r} over {hint.axis}: {said}")
             if hint.how in GATHERED and "gather" in made:
                 warnings.warn(f"{graph.notes[-1]}; {GATHERED[hint.how]}", ShardfxWarning, stacklevel=2)
+            if hint.stripes > 1 and not any("stripes" in each for each in made):
+                warnings.warn(f"{graph.notes[-1]}; {UNSTRIPED}", ShardfxWarning, stacklevel=2)
         graph.rename()
         return bool(found)
 
@@ -194,8 +199,11 @@ def in_stripes(graph: Graph, shape: Sequence[int], spec: Spec, specs: Mapping[st
     for text, hint in specs.items():
         if not isinstance(hint, Context) or hint.how not in RINGS:
             continue
-        calls = (node for node in graph.nodes if node.op is attention and _is_within(node.where.module, text))
-        if not any(argument(node, "causal") and not argument(node, "window") for node in calls):
+        calls = [node for node in graph.nodes if node.op is attention]
+        mine = [node for node in calls if _is_within(node.where.module, text)]
+        if not any(argument(node, "causal") and not argument(node, "window") for node in mine):
+            continue
+        if any(windows_of(node) is not None for node in calls):  # whose halo is of rows that lie together
             continue
         for dim, (size, sharding) in enumerate(zip(shape, spec.dims, strict=True)):
             if sharding.parts or not {*hint.axes} <= {*sharding.axes}:
@@ -304,7 +312,7 @@ class _Attention:
             fits = max(n for n in range(1, ranks + 1) if heads % n == 0)
             what, got = "heads cannot be shared out equally", f"{ranks} shards of them"
             remedy = f"at most {fits} ranks; how='gather'; or two axes and how='2d', the last of at most {fits}"
-            remedy = remedy if fits > 1 else "how='gather'"
+            remedy = f"how='ring'; {remedy}" if fits > 1 else "how='ring', or how='gather'"
             raise self._error(what, f"a divisor of {heads} heads of queries", got, remedy)
         if times > 1:
             self._repeat(times, rewriter)
@@ -373,13 +381,13 @@ class _Attention:
     def _sharded(self, node: Node, heads: Sequence[str]) -> dict[str, DimSharding]:
         """The shardings of a node's factors, with these axes on the heads and the others on the rows."""
         made, rows = dict(self.shardings[node]), self.rows
-        if not heads:
-            return made | {"s": rows if not set(self.hint.axes) <= {*made.get("s", REPLICATED).axes} else made["s"]}
+        if not heads and {*self.hint.axes} <= {*made.get("s", REPLICATED).axes}:
+            return made
         for axis in self.hint.axes:
             made = {factor: without(each, axis, self.mesh) for factor, each in made.items()}
         for axis in heads:
             rows = without(rows, axis, self.mesh)
-        made |= {"s": rows, "h": DimSharding(self._head_axes(heads)), "r": REPLICATED}
+        made |= {"s": rows} | ({"h": DimSharding(self._head_axes(heads)), "r": REPLICATED} if heads else {})
         return {factor: each for factor, each in made.items() if each.axes}
 
     def _seconds(self, heads: Sequence[str]) -> float:

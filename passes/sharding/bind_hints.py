@@ -14,6 +14,7 @@ of an input is a data axis (see :mod:`.seeds`): on a parameter it is storage.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -130,6 +131,10 @@ def named_values(graph: Graph, context: PassContext) -> dict[Value, tuple[Spec, 
             )
         for value in values:
             spec = as_spec(hint, graph.mesh, value.type.ndim, text)
+            parts = [(each.parts, n) for each, n in zip(spec.dims, value.shape, strict=True) if each.parts]
+            if any(math.prod(part.size for part in each) != n for each, n in parts):
+                expected, got = "parts that make up each dim", f"{spec} of {list(value.shape)}"
+                raise Error("a spec is of another size", where=f"hint {text!r}", expected=expected, got=got)
             other, by = bound.get(value, (spec, text))
             is_exact, was_exact = isinstance(hint, Spec), isinstance(context.specs[by], Spec)
             if other != spec and is_exact == was_exact:

@@ -111,6 +111,7 @@ WRONG = {
     "gradients of one block twice": (BACKWARD, r"\g<1>2\2"),
     "gradients that stay where the queries are": (r"(rotate\(.*?), -1\)", r"\1, 0)"),
     "gradients sent on": (r"(rotate\(.*?), -1\)", r"\1, 1)"),
+    "blocks as on one rank": (r"(rotate\(.*?), -1\)", r"\1, -1, place=[3, 1, 3, 0])"),
     "values in the place of keys": (r"attention_step\((%\d+), (%\d+), (%\d+)", r"attention_step(\1, \3, \2"),
     "a gradient of another result": (
         r"attention_step_backward\((%\d+), (%\d+), (%\d+), (%\d+), (%\d+)",
@@ -133,11 +134,33 @@ def test_rows_behind_the_last_one_are_proven_not_to_matter() -> None:
     wrong = {
         "other rows of the result": re.sub(r"(slice.Tensor\(%\d+, 2), 0, 13\)", r"\1, 2, 15)", text),
         "no mask": re.sub(r"(attention_step(_backward)?\(.*?), None, True", r"\1", text),
-        "gradients of rows that are none": re.sub(r"(constant_pad_nd\(%\d+, \[0, 0, 0, 2\])\)", r"\1, 1.0)", text),
+        "rows that are not zeros": re.sub(r"(constant_pad_nd\(%\d+, \[0, 0, 0, 2\])\)", r"\1, 1.0)", text),
+        "as many rows as it is not": re.sub(r"(constant_pad_nd\(%\d+), \[0, 0, 0, 2\]\)", r"\1, [0, 0, 0, 3])", text),
     }
     for name, damaged in wrong.items():
         assert damaged != text, name
         assert isinstance(same_function(captured, parse_graph(damaged), default_rules()), Fault), name
+
+
+def test_steps_over_other_blocks_are_not_joined() -> None:
+    """The first block of three is not the first stripe's first block of three stripes, whatever shape it is given."""
+    captured, text = ring()
+    found = re.search(r"  (%\d+), (%\d+) = shardfx.attention_step\((%\d+), (%\d+), (%\d+), None, True\) : .*\n", text)
+    assert found is not None
+    out, rows, *operands = found.groups()
+    place = found.group(0)[found.group(0).index("  @ ") :]
+    q, k, v = ([2, heads, 2, 3, 2, 4] for heads in (8, 4, 4))
+    lines = [
+        f"  %90{i} = aten.reshape({value}, {shape}) : f64{shape}{place}"
+        for i, (value, shape) in enumerate(zip(operands, (q, k, v), strict=True))
+    ]
+    lines.append(
+        f"  %903, %904 = shardfx.attention_step(%900, %901, %902, None, True) : f64{q}, f64{q[:-1]}{place}"
+        f"  {out} = aten.reshape(%903, [2, 8, 1, 3, 4, 4]) : f64[2, 8, 1, 3, 4, 4]{place}"
+        f"  {rows} = aten.reshape(%904, [2, 8, 1, 3, 4]) : f64[2, 8, 1, 3, 4]{place}"
+    )
+    damaged = text.replace(found.group(0), "".join(lines))
+    assert isinstance(same_function(captured, parse_graph(damaged), default_rules()), Fault)
 
 
 def test_the_order_of_steps_does_not_matter() -> None:

@@ -181,6 +181,45 @@ def test_a_window_that_is_none_is_gathered_with_a_warning() -> None:
     assert strategy_of(pm) == {"s{cp}"}
 
 
+def test_stripes_that_cannot_be_are_none_with_a_warning() -> None:
+    specs = {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring", stripes=5)}
+    with pytest.warns(sx.ShardfxWarning, match="without stripes, which need"):
+        plan(sx.Mesh(cp=2), specs, rows_of())
+
+
+class Mixed(nn.Module):
+    """A causal layer, one with a sliding window, and one that sees all keys, with sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        place = torch.arange(x.shape[1])
+        near = (place[:, None] - place).abs() <= 2
+        for number in range(3):
+            q, k, v = (each(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in (self.q, self.k, self.v))
+            if number < 2:
+                out = F.scaled_dot_product_attention(q, k, v, near if number else None, is_causal=not number)
+            else:
+                sinks = self.sinks[:, None, None].expand(len(x), -1, x.shape[1], -1)
+                scores = torch.cat([q @ k.mT / q.shape[-1] ** 0.5, sinks], -1)
+                out = scores.softmax(-1)[..., :-1] @ v
+            x = x + out.transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["ring", "gather"])
+def test_layers_of_several_kinds_share_a_context(how: str) -> None:
+    torch.manual_seed(0)
+    model, x = Mixed().double(), rows_of(rows=1024)
+    alone = deepcopy(model)
+    hints = sx.Hints(args=(x,), loss=loss, specs={"args.0": "-, cp, -", "": sx.Context("cp", how)})
+    check_step(sx.parallelize(model, sx.Mesh(cp=2), hints, virtual=True), alone, loss, (x,), bound=1e-12)
+
+
 def test_heads_are_explained_by_the_context() -> None:
     pm, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, rows_of())
     node = next(node for node in pm.planned.nodes if node.op is torch.ops.shardfx.attention.default)

@@ -46,8 +46,8 @@ class AttentionSteps:
     apply_whole: Callable[[Node, TermOf], Made]
     """The terms of a node's results."""
     make: Make
-    _chains: dict[Made, tuple[Made, frozenset[int]]] = field(default_factory=dict)
-    """Results of some steps: the whole attention, and the shifts of the blocks."""
+    _chains: dict[Made, tuple[Any, frozenset[int]]] = field(default_factory=dict)
+    """Results of some steps: the whole attention with its view, and the shifts of the blocks."""
     _away: dict[int, tuple[int, int]] = field(default_factory=dict)
     """A gradient of keys that stands where its queries do: its shift, and itself at home."""
     _group: dict[int, Group] = field(default_factory=dict)
@@ -73,6 +73,8 @@ class AttentionSteps:
         blocks, shift = view[1], node.kwargs.get("shift", 0) % view[1]
         whole = self._whole(node, term, view, types)
         if node.op is attention_step_backward:
+            if whole[4] is None and types[3] is not None:  # an equal call before it had no such result
+                return None
             parts = (
                 None if each is None or type is None else self._gradient(node, each, shift, blocks, i > 0, type)
                 for i, (each, type) in enumerate(zip(whole[:3], types[:3], strict=True))
@@ -82,7 +84,7 @@ class AttentionSteps:
         sofar = tuple(None if each is None else term(each) for each in known)
         if sofar != (None, None):
             of, before = self._chains.get(sofar, ((), before))
-            if of != whole or shift in before:
+            if of != (whole, view) or shift in before:
                 return None
         seen, last = before | {shift}, bool(node.kwargs.get("last"))
         if last and len(seen) == blocks:
@@ -90,9 +92,9 @@ class AttentionSteps:
                 None if each is None or type is None else self.reshaped(each, type, node)
                 for each, type in zip(whole, types, strict=True)
             )
-        made = self.make(("steps", whole, seen, last), types, node)
+        made = self.make(("steps", whole, view, seen, last), types, node)
         if not last:
-            self._chains[made] = whole, seen
+            self._chains[made] = (whole, view), seen
         return made
 
     def reshaped(self, term: int, type: TensorType, node: Node) -> int:
@@ -122,12 +124,12 @@ class AttentionSteps:
 
     def _whole(self, node: Node, term: TermOf, view: Sequence[int], types: Types) -> Made:
         """The terms of attention to all keys, of the operands that a step has in blocks."""
-        own = [v for v in node.operands if v not in (node.kwargs.get("out"), node.kwargs.get("logsumexp"))]
+        kwargs = {name: each for name, each in node.kwargs.items() if name not in STEP}
+        own = Node(node.op, node.args, kwargs).operands
         terms = {v: self.reshaped(term(v), self._flat(v.type, view), node) for v in own}
         shorter = self._shorter(node, terms)
         terms |= shorter
         values = {v: Value(self.types[each]) for v, each in terms.items()}
-        kwargs = {name: each for name, each in node.kwargs.items() if name not in STEP}
         op = attention if node.op is attention_step else attention_backward
         args, *rest = (substitute(each, values.__getitem__) for each in (node.args, *kwargs.values()))
         made = Node(op, args, dict(zip(kwargs, rest, strict=True)))
@@ -152,13 +154,11 @@ class AttentionSteps:
         if not argument(node, "causal") or not all(each in self._padded for each in of_rows.values()):
             return {}
         found = {v: self._padded[each] for v, each in of_rows.items()}
-        grad = argument(node, "grad")
+        results = [argument(node, name) for name in ("out", "logsumexp")] if argument(node, "grad") is not None else []
+        if any(fill != (None if v in results else "0") for v, (_, fill) in found.items()):
+            return {}
         sizes = {self.types[each].shape[2 if self.types[each].ndim > 2 else 1] for each, _ in found.values()}
-        return (
-            {}
-            if len(sizes) > 1 or (grad is not None and found[grad][1] != 0)
-            else {v: e for v, (e, _) in found.items()}
-        )
+        return {} if len(sizes) > 1 else {v: each for v, (each, _) in found.items()}
 
     def _longer(self, term: int, type: TensorType, node: Node) -> int:
         """A term whose first rows are those of another one."""
@@ -174,10 +174,12 @@ class AttentionSteps:
         value, pads, fill = *node.args[:2], argument(node, "value")
         dim = 2 if value.type.ndim > 2 else 1
         own = [0] * 2 * (value.type.ndim - dim)
-        if len(pads) != len(own) or list(pads[:-1]) != own[:-1] or pads[-1] < 1:
+        if not own or len(pads) != len(own) or list(pads[:-1]) != own[:-1] or pads[-1] < 1:
             return None
-        made = self.make(("padded", term, types[0], fill), types, node)
-        self._padded[made[0]] = term, fill  # type: ignore[index]
+        if types[0] is None or types[0].shape[dim] != value.shape[dim] + pads[-1]:
+            return None
+        made = self.make(("padded", term, types[0], repr(fill)), types, node)
+        self._padded[made[0]] = term, repr(fill)  # type: ignore[index]
         return made
 
     def _first_rows(self, node: Node, term: int) -> Made | None:
@@ -210,7 +212,8 @@ class AttentionSteps:
 
     def _rotated(self, node: Node, term: int) -> Made | None:
         shift, home = self._away.get(term, (0, term))
-        by = argument(node, "shift") if argument(node, "dim") == BLOCKS else None
+        plain = argument(node, "dim") == BLOCKS and not argument(node, "place")
+        by = argument(node, "shift") if plain else None
         return (home,) if home != term and by is not None and (by + shift) % node.outs[0].shape[BLOCKS] == 0 else None
 
 
