@@ -82,9 +82,10 @@ def check_options(each: Any, where: str = "", **least: int) -> None:
         value = getattr(each, name)
         if not fits(value, hints[name]) or (name in least and value is not None and value < least[name]):
             raise Error(
-                f"{kind}({name}=...) is of another kind",
+                f"{kind}({name}=...) is not valid",
                 where=where or f"{kind}({name}=...)",
-                expected=_named(hints[name]) + (f", {least[name]} or more" if name in least else ""),
+                expected=_named(hints[name]).replace("tuple[Any, ...]", "a tuple, such as (x,)")
+                + (f", {least[name]} or more" if name in least else ""),
                 got=f"{value!r:.100} of type {type(value).__name__}",
                 remedy=f"see help({type(each).__module__}.{kind})",
             )

@@ -153,7 +153,7 @@ class Hints:
         for name, (fits, expected) in FURTHER.items():
             if not fits(getattr(self, name)):
                 raise Error(
-                    f"Hints({name}=...) is of another kind",
+                    f"Hints({name}=...) is not valid",
                     where=f"Hints({name}=...)",
                     expected=expected,
                     got=f"{getattr(self, name)!r:.100}",

@@ -144,7 +144,7 @@ def test_a_pin_wins_over_a_parameter_and_keeps_factors_replicated() -> None:
         ({"fc1": "n{x} m{x}"}, "names axis 'x' twice"),
         ({"fc1": "n x"}, "cannot be read"),
         ({"conv1": "h0{x}"}, "what the chunks of 'p0' are made of"),
-        (["fc1"], "is of another kind"),
+        (["fc1"], "is not valid"),
     ],
 )
 def test_what_cannot_be(shardings: Any, what: str) -> None:

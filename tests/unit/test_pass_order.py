@@ -157,7 +157,7 @@ def test_with_propagate_it_is_the_whole_pipeline() -> None:
         (["bind-hints", "propagate", "partition"], {"bucket_mb": 1.0}, "Hints(bucket_mb=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"strict": True}, "Hints(strict=...) says nothing"),
         (["bind-hints", "propagate", "partition"], {"zero": 3}, "Hints(zero=...) says nothing"),
-        ([object()], {}, "of another kind"),
+        ([object()], {}, "is not valid"),
     ],
 )
 def test_what_is_no_pipeline(passes: list[sx.Pass], more: dict[str, object], what: str) -> None:

@@ -234,10 +234,10 @@ def raises(stages: int, microbatches: int, ranks: int, costs: object) -> sx.sche
     ("pipeline", "words"),
     [
         ({"axis": ""}, "the mesh has no axis '' of ranks"),
-        ({"stages_per_rank": 0}, "Pipeline(stages_per_rank=...) is of another kind"),
+        ({"stages_per_rank": 0}, "Pipeline(stages_per_rank=...) is not valid"),
         ({"stages_per_rank": 2}, "1f1b has 1 stage on each rank"),
         ({"stages_per_rank": 3, "schedule": "interleaved"}, "there are more stages than blocks: 6 and 4"),
-        ({"stages": 2}, "Pipeline(stages=...) is of another kind"),
+        ({"stages": 2}, "Pipeline(stages=...) is not valid"),
         ({"stages": (1, 2)}, "another number of blocks than there are"),
         ({"stages": (1, 2, 1)}, "3 stages are described, where there are 2"),
         ({"stages": ("3", "2")}, "do not begin one behind the other"),

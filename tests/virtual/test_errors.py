@@ -57,7 +57,7 @@ def fails(*words: str, **hints: object) -> sx.Error:
         (("one entry per dim", "fc1.weight", "2 entries"), {"specs": {"fc1.weight": "dp"}}),
         (("disagree",), {"specs": {"fc1.weight": "dp, -", "*.weight": "-, dp"}}),
         (("no known form",), {"specs": {"fc1.weight": 3}}),
-        (("of another kind",), {"args": X}),
+        (("is not valid",), {"args": X}),
         (("scalar",), {"loss": lambda out, y: out}),
     ],
     ids=lambda each: each[0] if isinstance(each, tuple) else "",

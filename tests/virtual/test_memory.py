@@ -202,6 +202,6 @@ def test_wrong_memory_hints_are_errors(hints: dict[str, Any], what: str) -> None
     ids=str,
 )
 def test_wrong_arguments_of_recompute_are_errors(told: dict[str, Any], what: str) -> None:
-    with pytest.raises(sx.Error, match="is of another kind") as raised:
+    with pytest.raises(sx.Error, match="is not valid") as raised:
         sx.Recompute(**told)
     assert what in str(raised.value) and raised.value.remedy

@@ -279,7 +279,7 @@ def test_kept_modules_compute_in_their_own_dtype(guard: bool) -> None:
     ("what", "hints"),
     [
         (
-            r"Hints\(mixed_precision=\.\.\.\) is of another kind(.|\n)*torch.dtype",
+            r"Hints\(mixed_precision=\.\.\.\) is not valid(.|\n)*torch.dtype",
             lambda: {"mixed_precision": "bf16"},
         ),
         ("nothing to compute in(.|\n)*torch.bfloat16", lambda: {"mixed_precision": torch.int32}),

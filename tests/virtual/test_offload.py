@@ -165,7 +165,7 @@ def test_files_go_with_what_lies_in_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("hints", "what"),
     [
-        ({"offload": ("optimiser",)}, "Offload(what=...) is of another kind"),
+        ({"offload": ("optimiser",)}, "Offload(what=...) is not valid"),
         ({"offload": ("optimizer",)}, "an optimizer in the program"),
         ({"offload": away("activations", to="disk", directory="/nowhere")}, "a directory that exists"),
         ({"offload": away("activations", modules="layer.*")}, "matches none of the modules"),

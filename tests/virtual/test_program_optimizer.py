@@ -261,7 +261,7 @@ def test_a_number_that_the_step_compares_with_stays_on_its_side() -> None:
 def test_hints_are_checked() -> None:
     one = torch.optim.SGD([torch.zeros(1)])
     for wrong in ({"optimizer": one}, {"clip_grad_norm": 0}, {"clip_grad_norm": True}, {"scheduled_options": "betas"}):
-        refused("is of another kind", lambda given=wrong: sx.Hints(args=(), loss=F.mse_loss, **given))
+        refused("is not valid", lambda given=wrong: sx.Hints(args=(), loss=F.mse_loss, **given))
 
 
 def in_two(params: Any) -> optim.Optimizer:
