@@ -41,8 +41,8 @@ BLOCKS = 3
 def stripes_of(node: Node, rows: DimSharding, mesh: Mesh) -> int:
     """The number of stripes of rows of which a rank has a block each; 0 where an attention cannot be done in steps.
 
-    That is where it has a dense mask, dropout, or keys of other rows than queries; or where rows are not shared out
-    equally, and the mask is not causal: else they are padded.
+    That is where it has a dense mask, dropout, or keys of other rows than queries; or where ranks do not divide the
+    rows, and the mask is not causal: else they are padded.
     """
     size: int = argument(node, "q").shape[2]
     ranks = mesh.extent(rows.axes)

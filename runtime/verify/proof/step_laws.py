@@ -8,6 +8,10 @@ keys do::
     steps of all shifts, the last of them said to be last                    ->  attention(q, k, v)
     grad_q of s, for all s, added up                                         ->  grad_q
     rotate(grad_k of s, -s), for all s, added up                             ->  grad_k
+
+A sequence that the blocks do not divide is padded behind its last row: with a causal mask no query sees such keys, and
+where gradients are padded with zeros, no gradient comes from such queries. So the first rows of a result are those of
+the sequence itself.
 """
 
 from __future__ import annotations
