@@ -3,6 +3,7 @@
 from .base import COMM_EXPLICIT, HINTED, SHARDED, Pass, PassContext, PassError
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
 from .context_parallel import Context, ContextParallel, RematerializeKeys
+from .embedding_tables import EmbeddingTables
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_full_pipeline, run_passes, steps
@@ -17,4 +18,4 @@ __all__ += ["CastPlacement", "Context", "ContextParallel", "DuplicateViews", "Lo
 __all__ += ["Pass", "PassContext", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate"]
 __all__ += ["Recompute", "RematerializeCasts", "RematerializeGathers", "RematerializeKeys", "Spatial", "SumPlacement"]
 __all__ += ["TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order", "hint_value", "is_full_pipeline"]
-__all__ += ["options_text", "parse_pass", "run_passes", "stages_as_planned", "steps"]
+__all__ += ["EmbeddingTables", "options_text", "parse_pass", "run_passes", "stages_as_planned", "steps"]

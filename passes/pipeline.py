@@ -18,6 +18,7 @@ from shardfx.ir.validate import Validator
 from .base import Pass, PassContext, PassError, check_requires
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
 from .context_parallel import ContextParallel, RematerializeKeys
+from .embedding_tables import EmbeddingTables
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
@@ -25,7 +26,7 @@ from .stages import Loops, Pipeline
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
-    *(BindHints, Propagate, ContextParallel, Zero, CastPlacement, Reassociate, SumPlacement, Spatial),
+    *(BindHints, Propagate, ContextParallel, EmbeddingTables, Zero, CastPlacement, Reassociate, SumPlacement, Spatial),
     *(DuplicateViews, Partition, UnfoldRepeats, Pipeline, Recompute, RematerializeGathers, RematerializeCasts),
     *(RematerializeKeys, TableRows, BucketComm, Loops, Order, Offload),
 )
@@ -45,10 +46,8 @@ WHERE = "Hints(passes=...)"
 def may_leave_out(passes: Sequence[Pass]) -> bool:
     """Whether passes may run on a graph that leaves out equal blocks: one puts them back, and before it are only those
     built-in ones that do the same to all of them."""
-    kinds = [type(each) for each in passes]
-    if UnfoldRepeats not in kinds:
-        return False
-    return set(kinds[: kinds.index(UnfoldRepeats)]) <= set(ORDER[: ORDER.index(UnfoldRepeats)])
+    kinds, unfold = [type(each) for each in passes], ORDER.index(UnfoldRepeats)
+    return UnfoldRepeats in kinds and set(kinds[: kinds.index(UnfoldRepeats)]) <= set(ORDER[:unfold])
 
 
 def is_full_pipeline(passes: Iterable[Pass]) -> bool:

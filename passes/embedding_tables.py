@@ -1,0 +1,119 @@
+"""embedding-tables: a table that is only looked up in is computed with where it is stored.
+
+A data axis that shards a parameter says how it is stored, and the table would be gathered, its dense gradient
+reduce-scattered. Where a batch looks up fewer rows than the table has, each rank looks up in its own rows or columns
+instead: ids and rows are sent.
+
+    parameter %w : f32[8000{dp}, 64]                  rows                            columns: [8000, 64{dp}]
+      %1 = aten.embedding(%w, %ids)    n0{dp}   ->    v{dp}: [512, 64] +{dp}          d{dp}: [512, 64{dp}]
+      %9 = aten.embedding_dense_backward(%8, %ids)    v{dp}: %8 gathered              d{dp}: %8 by an all-to-all
+
+(Vocabulary-parallel lookups are those of Megatron-LM, Shoeybi et al., 2019; tables sharded over the ranks of a
+data-parallel batch those of DLRM, Naumov et al., 2019, and TorchRec.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from shardfx.ir.dim_sharding import without
+from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.ops.traits import is_cast
+from shardfx.ir.rules.strategy import as_placed, factor_shardings
+
+from .base import SHARDED, Pass, PassContext
+from .update_placement import as_made
+
+aten = torch.ops.aten
+LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
+TABLE = ("v", "d")
+"""The factors of the table's dims in the rules of both."""
+
+
+@dataclass(frozen=True)
+class EmbeddingTables(Pass):
+    """Look up in embedding tables where they are stored, where that sends less than the tables."""
+
+    name: ClassVar[str] = "embedding-tables"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    def run(self, graph: Graph, context: PassContext) -> bool:
+        users, found = graph.users(), list[_StoredTable]()
+        for inp in graph.of_kind(InputKind.PARAMETER):
+            table = _stored_table(graph, inp, users)
+            if table is not None and table.sends_less:
+                table.place(context)
+                found.append(table)
+        for text in dict.fromkeys(table.stored.hinted_by for table in found):
+            names = [table.name for table in found if table.stored.hinted_by == text]
+            tables = f"{names[0]} is" if len(names) == 1 else f"{len(names)} tables are"
+            graph.notes.append(f"{text!r}: {tables} looked up in where stored: ids and rows are sent, no table")
+        return bool(found)
+
+
+class _StoredTable(NamedTuple):
+    """A parameter whose stored placement has data axes, and the ops on it, up to its gradient."""
+
+    name: str
+    stored: Value
+    forward: tuple[Node, ...]
+    backward: tuple[Node, ...]
+
+    @property
+    def sends_less(self) -> bool:
+        """Whether the rows that are looked up in it are fewer than its own."""
+        return sum(node.outs[0].type.numel for node in self.forward if node.op is LOOKUP) < self.stored.type.numel
+
+    def place(self, context: PassContext) -> None:
+        """Give the lookups and their gradients the strategy by which the table stays where it is stored."""
+        spec = self.stored.spec
+        assert spec is not None
+        own, mesh = dict(zip(TABLE, spec.dims, strict=True)), context.planner.mesh
+        for node in (*self.forward, *self.backward):
+            rule = context.cache.rule(node)
+            if node.op in (LOOKUP, GRADIENT):
+                others = factor_shardings(rule, node, mesh)
+                for axis in spec.axes:
+                    others = {factor: without(sharding, axis, mesh) for factor, sharding in others.items()}
+                shardings = {factor: each for factor, each in {**others, **own}.items() if each.axes}
+                node.strategy = context.cache.strategy(rule, shardings)
+            else:
+                node.strategy = as_placed(rule, node, mesh)
+            node.outs[0].spec = node.strategy.results[0]
+
+
+def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]]) -> _StoredTable | None:
+    """The table that a parameter is; None where it is none, is used otherwise, or stored over no data axis."""
+    value = inp.value
+    hint, spec = value.hint, value.spec
+    if value.type.ndim != 2 or hint is None or spec is None or set(spec.axes) <= set(hint.axes):
+        return None
+    made = [as_made(each.value) for each in graph.outputs if each.kind is OutputKind.GRADIENT and each.name == inp.name]
+    forward, backward = list(_uses(value, users)), list(_makers(made))
+    uses = all(is_cast(node) or (node.op is LOOKUP and node.pin is None) for node in forward)
+    makes = all(is_cast(node) or node.op in (GRADIENT, aten.add.Tensor) for node in backward)
+    looked_up = uses and any(node.op is LOOKUP for node in forward)
+    plain = not any(each.parts for each in spec.dims)
+    return _StoredTable(inp.name, value, tuple(forward), tuple(backward)) if looked_up and makes and plain else None
+
+
+def _uses(value: Value, users: Mapping[Value, Sequence[Node]]) -> Iterator[Node]:
+    """The nodes that use a table before the update, and those that use casts of it."""
+    for node in users[value]:
+        if node.phase is not Phase.UPDATE:
+            yield node
+            if is_cast(node):
+                yield from _uses(node.outs[0], users)
+
+
+def _makers(values: Iterable[Value]) -> Iterator[Node]:
+    """The nodes that make a gradient of gradients of rows, in order."""
+    for node in (value.node for value in values):
+        if node is not None:
+            if node.op is not GRADIENT:
+                yield from _makers(node.operands)
+            yield node
