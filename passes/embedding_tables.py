@@ -16,22 +16,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 
-from shardfx.ir.dim_sharding import without
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.ops.traits import is_cast
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
+from shardfx.ir.spec import Spec
 
 from .base import SHARDED, Pass, PassContext
+from .sharding.seeds import as_used, strip
 from .update_placement import as_made
 
 aten = torch.ops.aten
 LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
 TABLE = ("v", "d")
 """The factors of the table's dims in the rules of both."""
+SUMMED = (aten.sum.dim_IntList, GRADIENT, aten.masked_fill.Scalar, aten.mul.Tensor)
+"""What sums rows by bags is made of (:mod:`shardfx.ir.capture.canonical.embedding_bags`)."""
+SPREAD = (aten.expand.default, aten.unsqueeze.default, LOOKUP, aten.masked_fill.Scalar, aten.mul.Tensor)
+"""What gives each row the gradient of its bag is made of."""
 
 
 @dataclass(frozen=True)
@@ -55,35 +60,90 @@ class EmbeddingTables(Pass):
         return bool(found)
 
 
-class _StoredTable(NamedTuple):
+@dataclass(frozen=True)
+class _StoredTable:
     """A parameter whose stored placement has data axes, and the ops on it, up to its gradient."""
 
     name: str
     stored: Value
     forward: tuple[Node, ...]
     backward: tuple[Node, ...]
+    users: Mapping[Value, Sequence[Node]]
 
     @property
     def sends_less(self) -> bool:
-        """Whether the rows that are looked up in it are fewer than its own."""
-        return sum(node.outs[0].type.numel for node in self.forward if node.op is LOOKUP) < self.stored.type.numel
+        """Whether the ids and the rows that are looked up, summed by bags, have fewer bytes than the table."""
+        sent = 0
+        for node in (node for node in self.forward if node.op is LOOKUP):
+            summed = [*self._summed(node.outs[0]), node][-1]
+            sent += summed.outs[0].type.nbytes + node.operands[1].type.nbytes
+        return sent < self.stored.type.nbytes
 
     def place(self, context: PassContext) -> None:
         """Give the lookups and their gradients the strategy by which the table stays where it is stored."""
-        spec = self.stored.spec
+        spec, mesh = self.stored.spec, context.planner.mesh
         assert spec is not None
-        own, mesh = dict(zip(TABLE, spec.dims, strict=True)), context.planner.mesh
+        own, axes = dict(zip(TABLE, spec.dims, strict=True)), set(spec.axes)
+
+        def moved(node: Node, seen: Mapping[Value, Spec]) -> None:
+            """Place a node as its operands are, without the axes of the table where nothing is seen of them."""
+
+            def of(value: Value) -> Spec:
+                assert value.spec is not None
+                return seen.get(value) or as_used(value.spec, axes, value, mesh)
+
+            node.strategy = as_placed(context.cache.rule(node), node, mesh, of)
+            node.outs[0].spec = node.strategy.results[0]
+
         for node in (*self.forward, *self.backward):
-            rule = context.cache.rule(node)
+            if node.op is GRADIENT:
+                value, spread = node.operands[0], self._spread(node)
+                first = spread[0].operands[0] if spread else value
+                assert first.spec is not None
+                rows = as_used(first.spec, axes, first, mesh)
+                seen = {first: rows.with_dim(len(rows.dims) - 1, spec.dims[1])}
+                for each in spread:
+                    moved(each, seen)
+                    seen = {value: value.spec for value in each.outs if value.spec is not None}
             if node.op in (LOOKUP, GRADIENT):
+                rule = context.cache.rule(node)
                 others = factor_shardings(rule, node, mesh)
-                for axis in spec.axes:
-                    others = {factor: without(sharding, axis, mesh) for factor, sharding in others.items()}
+                others = {f: strip(sharding, axes, rule.sizes[f], mesh) for f, sharding in others.items()}
                 shardings = {factor: each for factor, each in {**others, **own}.items() if each.axes}
                 node.strategy = context.cache.strategy(rule, shardings)
             else:
-                node.strategy = as_placed(rule, node, mesh)
+                node.strategy = as_placed(context.cache.rule(node), node, mesh)
             node.outs[0].spec = node.strategy.results[0]
+            if node.op is LOOKUP:
+                for each in self._summed(node.outs[0]):
+                    first = each.operands[0]
+                    assert first.spec is not None
+                    moved(each, {first: first.spec})
+
+    def _summed(self, rows: Value) -> list[Node]:
+        """The nodes that follow a lookup up to the smallest value that is made of its rows alone: the sums of bags."""
+        chain, best, least = list[Node](), 0, rows.type.numel
+        while rows.hint is None and len(self.users[rows]) == 1:
+            (node,) = self.users[rows]
+            if node.op not in SUMMED or node.phase is not Phase.FORWARD or node.operands[0] is not rows:
+                break
+            chain.append(node)
+            (rows,) = node.outs
+            if rows.type.numel < least:
+                best, least = len(chain), rows.type.numel
+        return chain[:best]
+
+    def _spread(self, node: Node) -> list[Node]:
+        """The nodes that make gradients of rows of a smaller value: those of bags."""
+        chain, best, least = list[Node](), 0, node.operands[0].type.numel
+        value = node.operands[0]
+        while value.node is not None and value.node.op in SPREAD and self.users[value] == [node]:
+            node = value.node
+            chain.append(node)
+            value = node.operands[0]
+            if value.type.numel < least:
+                best, least = len(chain), value.type.numel
+        return chain[:best][::-1]
 
 
 def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]]) -> _StoredTable | None:
@@ -98,7 +158,8 @@ def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]
     makes = all(is_cast(node) or node.op in (GRADIENT, aten.add.Tensor) for node in backward)
     looked_up = uses and any(node.op is LOOKUP for node in forward)
     plain = not any(each.parts for each in spec.dims)
-    return _StoredTable(inp.name, value, tuple(forward), tuple(backward)) if looked_up and makes and plain else None
+    fits = looked_up and makes and plain
+    return _StoredTable(inp.name, value, tuple(forward), tuple(backward), users) if fits else None
 
 
 def _uses(value: Value, users: Mapping[Value, Sequence[Node]]) -> Iterator[Node]:

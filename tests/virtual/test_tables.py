@@ -86,3 +86,53 @@ def test_tables_train_as_on_one_device(name: str, inside: bool) -> None:
     for key, value in alone.state_dict().items():
         torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-12)
     assert pm.verify()
+
+
+class Bag(nn.Module):
+    """A bag of rows, and a product with it."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.table, self.linear = nn.EmbeddingBag(400, 6, **options), nn.Linear(6, 6)
+
+    def forward(self, *args: Tensor | None) -> Tensor:
+        made: Tensor = self.linear(self.table(*args))
+        return made
+
+
+def squares(out: Tensor) -> Tensor:
+    return (out**2).sum()
+
+
+PADDED = torch.tensor([[3, 7, 9, 7], [7, 7, 7, 7], [1, 3, 3, 399], [0, 2, 7, 200]])
+RAGGED, OFFSETS, ENDS = PADDED.flatten()[:13], torch.tensor([0, 3, 3, 9]), torch.tensor([0, 3, 3, 9, 13])
+BAGS: dict[str, tuple[dict[str, Any], tuple[Tensor | None, ...]]] = {
+    "sum": ({"mode": "sum"}, (PADDED,)),
+    "mean, padding": ({"mode": "mean", "padding_idx": 7}, (PADDED,)),
+    "weights, padding": ({"mode": "sum", "padding_idx": 7}, (PADDED, None, torch.rand(4, 4))),
+    "ragged mean, padding": ({"mode": "mean", "padding_idx": 7}, (RAGGED, OFFSETS)),
+    "ragged weights": ({"mode": "sum", "include_last_offset": True}, (RAGGED, ENDS, torch.rand(13))),
+    "maximum": ({"mode": "max"}, (RAGGED, OFFSETS)),
+    "counts": ({"mode": "sum", "scale_grad_by_freq": True}, (PADDED,)),
+}
+
+
+@pytest.mark.parametrize("ids", ["sharded", "replicated"])
+@pytest.mark.parametrize("table", ["dp, -", "-, dp"], ids=["rows", "columns"])
+@pytest.mark.parametrize("case", BAGS)
+def test_bags_match_single_device(case: str, table: str, ids: str) -> None:
+    """Ragged bags too, one of them empty; sums of bags are sent, not their rows."""
+    options, given = BAGS[case]
+    args = tuple(each.double() if each is not None and each.is_floating_point() else each for each in given)
+    sharded = {f"args.{i}": "dp" + ", -" * (each.ndim - 1) for i, each in enumerate(args) if each is not None}
+    if ids == "replicated":
+        sharded = {"args.1": "dp"} if len(args) > 1 and args[1] is not None else {}
+    torch.manual_seed(0)
+    model = Bag(**options).double()
+    alone = deepcopy(model)
+    hints = sx.Hints(args=args, loss=squares, specs=sharded | {"table.weight": table})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    check_step(pm, alone, squares, args, bound=1e-12)
+    if case not in ("maximum", "counts"):
+        sent = [each for node in pm.planned.nodes if str(node.op).startswith("comm.") for each in node.operands]
+        assert max(each.type.numel for each in sent if each.type.dtype.is_floating_point) <= 6 * 6

@@ -23,6 +23,7 @@ from shardfx.ir.ops.fused_attention import attention, attention_backward
 from shardfx.ir.ops.traits import OF_MEMORY, draws, with_defaults
 from shardfx.ir.spec import TensorType
 
+from .embedding_bags import OF_BAGS
 from .random_numbers import DRAWN, RANDOM, calls_of, draws_nothing, seed_of
 
 aten = torch.ops.aten
@@ -377,6 +378,7 @@ CANONICAL: dict[Any, Canonical] = {
     aten.nll_loss_forward: _nll,
     aten.nll_loss2d_forward: _nll,
     **RANDOM,
+    **OF_BAGS,
     aten._grouped_mm: _grouped_mm,
     aten.index.Tensor: within_rows,
     aten.index_put.default: within_rows,
