@@ -154,7 +154,7 @@ class EagerReference:
         written = {_storage(each) for each in after.values()}  # restored below
         results = (each.detach().clone() if _storage(each) in written else each.detach() for each in outs[trains:])
         made |= {f"result {number}": each for number, each in enumerate(results)}
-        made |= {f"gradient {name}": each.grad for name, each in trained.items() if each.grad is not None}
+        made |= {f"gradient {name}": each.grad.to_dense() for name, each in trained.items() if each.grad is not None}
         known = before.keys() & aliases.keys()  # one that had no content is no input
         made |= {f"buffer {aliases[name]}": each.detach().clone() for name, each in after.items() if name in known}
         with torch.no_grad():

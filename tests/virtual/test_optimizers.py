@@ -175,7 +175,7 @@ def tried(factory: Callable[[Any], Any], **more: nn.Parameter) -> None:
     """As a plan tries it, on two parameters of one shape and one of another."""
     named = {"v": nn.Parameter(torch.ones(3)), "a": nn.Parameter(torch.ones(4, 2)), "b": nn.Parameter(torch.ones(4, 2))}
     groups = make_groups_of(factory, named | more)
-    small = OptimizerTrial(factory, named | more, groups, named | more)
+    small = OptimizerTrial(factory, named | more, groups, named | more, {})
     for group in groups:
         recipe(small, group.number, [name for name in group.names if name in ("a", "b", *more)])
 

@@ -29,10 +29,12 @@ def batch(seed: int = 0, rows: tuple[int, ...] = ROWS, size: int = BATCH) -> Ten
     return dense.double(), ids, labels.double()
 
 
-def plan(ranks: int, tables: dict[str, str], **options: Any) -> tuple[sx.ParallelModule, nn.Module]:
+def plan(
+    ranks: int, tables: dict[str, str], sparse: bool = False, **options: Any
+) -> tuple[sx.ParallelModule, nn.Module]:
     """A plan of the example's model, and the model alone."""
     torch.manual_seed(0)
-    model = DLRM["DLRM"](ROWS, 8).double()
+    model = DLRM["DLRM"](ROWS, 8, sparse=sparse).double()
     dense, ids, labels = batch()
     hints = sx.Hints(args=(dense, ids), loss=LOSS, targets=(labels,), specs=SPECS | tables, **options)
     alone = deepcopy(model)
@@ -59,6 +61,41 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adagrad": lambda params: optim.Adagrad(params, lr=0.1),
     "Adam": lambda params: optim.Adam(params, lr=0.01),
 }
+
+
+def sparse_adam(params: Any) -> list[optim.Optimizer]:
+    """One optimizer for the tables, another one for the rest."""
+    a, b, c, *rest = params
+    return [optim.SparseAdam([a, b, c], lr=0.01), optim.SGD(rest, lr=0.1)]
+
+
+SPARSE: dict[str, Callable[[Any], Any]] = {
+    "SGD": OPTIMIZERS["SGD"],
+    "Adagrad": lambda params: optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
+    "SparseAdam": sparse_adam,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_gradients_step_touched_rows_as_on_one_device(name: str, ranks: int) -> None:
+    make, tables = SPARSE[name], {"tables.0.weight": "dp, -", "tables.1.weight": "-, dp"}
+    pm, alone = plan(ranks, tables, sparse=True, optimizer=make)
+    made = make([*alone.parameters()])
+    theirs = made if isinstance(made, list) else [made]
+    for seed in range(4):
+        dense, ids, labels = batch(seed)
+        alone.zero_grad()
+        wanted = LOSS(alone(dense, ids), labels)
+        wanted.backward()
+        for each in theirs:
+            each.step()
+        torch.testing.assert_close(pm.step(dense, ids, labels), wanted.detach(), rtol=1e-12, atol=1e-12)
+    state = pm.full_state_dict()
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-12)
+    assert pm.verify()
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["step", "own optimizer"])

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardfx.ir.builder import GraphBuilder
 from shardfx.ir.graph import Value
@@ -41,7 +42,8 @@ class Bags:
         ids, offsets, padding = named["indices"], named["offsets"], named["padding_idx"]
         length = _length(ids, offsets)
         if length:
-            size, source = offsets.shape[0], ids.node.operands[0] if ids.node is not None and ids.node.operands else ids
+            size = offsets.shape[0]
+            source = ids.node.operands[0] if ids.node is not None and ids.node.op is aten.view.default else ids
             if source.shape != (size, length):
                 source = builder.add(aten.view.default, (ids, [size, length]))
             return Bags(builder, source, size, padding)
@@ -55,9 +57,10 @@ class Bags:
             bag = builder.add(aten.sub.Tensor, (above, 1))
         return Bags(builder, ids, size, padding, bag)
 
-    def rows(self, table: Value, weights: Value | None) -> Value:
+    def rows(self, table: Value, weights: Value | None, sparse: bool = False) -> Value:
         """The rows that are looked up, of padding zeros, weighted."""
-        return self.weighted(self._add(aten.embedding.default, table, self.ids), weights)
+        how = (self.padding, False, True) if sparse else ()
+        return self.weighted(self._add(aten.embedding.default, table, self.ids, *how), weights)
 
     def weighted(self, rows: Value, weights: Value | None) -> Value:
         """Rows, those of padding as zeros, the others times their weights."""
@@ -108,7 +111,7 @@ def _forward(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict
     if _stays_fused(named):
         return builder.add(op, args, types, **kwargs)
     bags, count = Bags.of(builder, named), None
-    made = bags.total(bags.rows(named["weight"], named["per_sample_weights"]))
+    made = bags.total(bags.rows(named["weight"], named["per_sample_weights"], named["sparse"]))
     if named["mode"] == MEAN:
         count = bags.lengths(made.type.dtype)
         made = builder.add(aten.div.Tensor, (made, count))
@@ -134,6 +137,24 @@ def _weights_backward(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwa
     made = builder.add(aten.sum.dim_IntList, (products, [-1]))
     flat: Sequence[int] = named["indices"].shape
     return made if made.shape == flat else builder.add(aten.view.default, (made, [*flat]))
+
+
+class SparseLookup(torch.autograd.Function):
+    """``aten.embedding`` with ``sparse=True``, whose gradient is dense; that its rows alone count, the forward says."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Tensor:
+        """Look up rows; the arguments are those of ``aten.embedding``."""
+        table, ids, *_ = args
+        ctx.save_for_backward(ids)
+        ctx.how = (table.shape[0], *args[2:4])
+        found: Tensor = aten.embedding.default(*args)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """The dense gradient of the table."""
+        return aten.embedding_dense_backward.default(grads[0], *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
 def _stays_fused(named: dict[str, Any]) -> bool:

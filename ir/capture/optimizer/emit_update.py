@@ -36,6 +36,7 @@ from shardfx.ir.unfolding.regular import IrregularBlocks
 from .initial_state import Recipe, recipe
 from .optimizer_groups import Factory, OptimizerGroup, make_groups_of, numbers_of
 from .optimizer_trial import OptimizerTrial, refusal
+from .sparse_rows import sparse_lookups, step_rows
 from .step_trace import WITH_NUMBERS, StepTraces, TracedStep, says_nothing
 from .update_spec import CounterState, OptimizerState, UpdateGroup, UpdateSpec
 
@@ -84,7 +85,7 @@ def write_update(
     check_alike(groups, graph.repeats)
     trained = {output.name: output.value for output in graph.outputs if output.kind is OutputKind.GRADIENT}
     stepped = [name for group in groups for name in stepped_names(group, trained, graph.repeats)]
-    writer = _UpdateWriter(graph, trained, OptimizerTrial(factory, parameters, groups, stepped))
+    writer = _UpdateWriter(graph, trained, OptimizerTrial(factory, parameters, groups, stepped, sparse_lookups(graph)))
     made = tuple(writer.group(group, parameters) for group in groups)
     dead_code(graph)
     graph.rename()
@@ -147,7 +148,8 @@ class _UpdateWriter:
         }
         alike: dict[Any, list[str]] = {}
         for name in names:
-            alike.setdefault((tuple(parameters[name].shape), parameters[name].dtype), []).append(name)
+            p, sparse = parameters[name], name in self.trial.sparse
+            alike.setdefault((tuple(p.shape), p.dtype, sparse), []).append(name)
         steps: dict[str, StepVariant] = {}
         for each in alike.values():
             steps.update(dict.fromkeys(each, self._step(group, each, parameters[each[0]])))
@@ -206,6 +208,7 @@ class _UpdateWriter:
             self.builder.where = Where(name.rpartition(".")[0], group.where.file, group.where.line)
             pairs = zip(began, new, strict=True)
             new = [self.builder.add(aten.where.self, (is_first, one, other)) for one, other in pairs]
+        new = step_rows(self.builder, self.trial.sparse.get(name, ()), [parameter.value, *ins], new)
         self.graph.outputs.append(Output(OutputKind.PARAMETER, name, new[0]))
         for state, value, was in zip(states, new[1:], ins, strict=True):
             if state.name == f"{name}.{state.key}" and value is not was:

@@ -19,6 +19,7 @@ from shardfx.ir.shards import wide
 
 from .optimizer_groups import WHERE, OptimizerGroup
 from .optimizer_trial import SHARES, OptimizerTrial, not_alone, refusal
+from .sparse_rows import options_to_try
 from .step_trace import TracedStep
 
 TOLERANCE = 1e-9
@@ -46,7 +47,7 @@ def recipe(trial: OptimizerTrial, number: int, names: Sequence[str]) -> Recipe:
     """
     group = trial.groups[number]
     tried: list[Exception] = []
-    for options in ({}, {"capturable": True}) if "capturable" in group.options else ({},):
+    for options in options_to_try(group.options, names[0] in trial.sparse):
         try:
             return _recipe(trial, group, [*dict.fromkeys((*names[:2], names[-1]))], options)
         except Exception as error:  # whatever the user's own code raises

@@ -17,6 +17,7 @@ import torch.utils._pytree as pytree
 from torch import nn
 
 from shardfx.ir.errors import Error
+from shardfx.ir.graph import Node
 
 from .optimizer_groups import WHERE, Factory, OptimizerGroup, make_groups_of, replace_numbers
 from .step_trace import StepTraces
@@ -45,6 +46,7 @@ class OptimizerTrial:
         named: Mapping[str, nn.Parameter],
         groups: Sequence[OptimizerGroup],
         trained: Container[str],
+        sparse: Mapping[str, Sequence[Node]],
     ) -> None:
         sizes = sorted({size for parameter in named.values() for size in parameter.shape if size > 1})
         small = {size: min(2 + i, 6) for i, size in enumerate(sizes)} | {0: 0, 1: 1}
@@ -55,11 +57,9 @@ class OptimizerTrial:
             return torch.randn(shape, dtype=torch.float64, generator=generator)
 
         self.named = {name: nn.Parameter(draw(each), each.requires_grad) for name, each in named.items()}
-        self.groups = _made(factory, self.named, groups)
+        self.groups, self.sparse = _made(factory, self.named, groups), sparse
         self.traces = StepTraces()
-        self.numbers = [
-            [{name: value * share for name, value in group.numbers.items()} for share in SHARES] for group in groups
-        ]
+        self.numbers = [[{n: v * share for n, v in group.numbers.items()} for share in SHARES] for group in groups]
         self.grads = [{name: draw(each) for name, each in named.items() if name in trained} for _ in SHARES]
         self.large = {*[*self.grads[-1]][1::2]}
         self.grads[-1] |= {name: self.grads[-1][name] * LARGE for name in self.large}
@@ -68,7 +68,7 @@ class OptimizerTrial:
         made = _made(factory, parameters, groups)
         for i, grads in enumerate(self.grads):
             for name, grad in grads.items():
-                parameters[name].grad = grad.clone()
+                parameters[name].grad = grad.to_sparse(1) if name in sparse else grad.clone()
             before = self._step(i, made)
             for group, numbers in zip(made, before, strict=True) if i else ():  # the first step may make some
                 for name, value in numbers_elsewhere(group).items():
@@ -76,9 +76,7 @@ class OptimizerTrial:
                         raise not_alone(group, f"{name}, which it changes from step to step")
             states = {name: group.optimizer.state for group in made for name in group.names if name in grads}
             copied = ((name, parameters[name], state) for name, state in states.items())
-            self.after.append(
-                {name: (p.detach().clone(), copy.deepcopy(state.get(p, {}))) for name, p, state in copied}
-            )
+            self.after.append({n: (p.detach().clone(), copy.deepcopy(state.get(p, {}))) for n, p, state in copied})
 
     def _step(self, i: int, groups: Sequence[OptimizerGroup]) -> list[Numbers]:
         """Step all parameters together, as the optimizers themselves do; gives the numbers elsewhere before.

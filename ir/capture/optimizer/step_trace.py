@@ -30,6 +30,7 @@ from shardfx.ir.capture.canonical.decompositions import decompositions
 from shardfx.ir.errors import Error
 
 from .optimizer_groups import RATE, WHERE, OptimizerGroup, replace_numbers
+from .sparse_rows import sparse_gradient
 
 PLAIN = {"foreach": False, "fused": False, "differentiable": False}
 """Options of how a step is computed, not of what."""
@@ -333,7 +334,7 @@ class _LoneRun:
         lone.__dict__.update(self.group.optimizer.__dict__)
         lone.param_groups, lone.state = [mine], defaultdict(dict, {p: dict(states)} if states else {})
         p.grad = grad
-        with self.probe:
+        with self.probe, sparse_gradient(p, self.options):
             lone.step()
         return dict(lone.state[p])
 

@@ -1,0 +1,154 @@
+"""Sparse gradients of embedding tables: a step of the rows that were looked up, and of no others.
+
+``nn.Embedding(sparse=True)`` gives a gradient of ids and rows, and an optimizer that takes it (SparseAdam, Adagrad,
+SGD) steps these rows and their states. Its code is traced as if all rows were there, and what no id names is kept:
+
+    %8 = aten.embedding_dense_backward(%7, %ids, 8000, -1, False)
+    %9 = aten.full([64, 1], 1.0), %10 = aten.embedding_dense_backward(%9, %ids, ...), %11 = aten.gt.Scalar(%10, 0)
+    %20 = aten.add.Tensor(%w, ...), %21 = aten.where.self(%11, %20, %w)             a new parameter
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from shardfx.ir.builder import GraphBuilder
+from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
+from shardfx.ir.ops.traits import is_cast, with_defaults
+
+aten = torch.ops.aten
+SPARSE = "sparse"
+"""Among the options of a step: its gradient is one of rows."""
+GRADIENT_OF: Any = vars(torch._C.TensorBase)["grad"].__get__
+"""What reads the gradient of a tensor."""
+
+
+def sparse_lookups(graph: Graph) -> dict[str, list[Node]]:
+    """The lookups in each parameter that the forward uses by sparse ones alone."""
+    users, found = graph.users(), dict[str, list[Node]]()
+    for inp in graph.of_kind(InputKind.PARAMETER):
+        uses = [user for user in users[inp.value] if user.phase is Phase.FORWARD]
+        for node in uses:
+            uses += users[node.outs[0]] if is_cast(node) else []
+        lookups = [node for node in uses if not is_cast(node)]
+        if lookups and all(node.op is aten.embedding.default and _given(node)["sparse"] for node in lookups):
+            found[inp.name] = lookups
+    return found
+
+
+def _given(node: Node) -> dict[str, Any]:
+    return with_defaults(node.op, node.args, node.kwargs)
+
+
+# ---- the trace ----------------------------------------------------------------------------------------------------
+
+
+class RowGradient:
+    """What a step sees as its sparse gradient: the rows are all of its parameter, the ids are not looked at."""
+
+    is_sparse = True
+
+    def __init__(self, rows: Tensor) -> None:
+        self._rows = rows
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return NotImplemented
+
+    def __neg__(self) -> RowGradient:
+        return RowGradient(-self._rows)
+
+    def coalesce(self) -> RowGradient:
+        """Itself: each row is there once."""
+        return self
+
+    def indices(self) -> RowGradient:
+        """The ids: what stands for them."""
+        return self
+
+    def values(self) -> Tensor:
+        """The rows."""
+        return self._rows
+
+    def new(self, ids: RowGradient, rows: Tensor, size: Sequence[int]) -> RowGradient:
+        """Other rows of the same ids."""
+        return RowGradient(rows)
+
+    _indices, _values = indices, values
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+
+class _RowsAsTensors(TorchFunctionMode):
+    """Within, a parameter's gradient is sparse, and ops on what is sparse are those on its rows."""
+
+    def __init__(self, parameter: Tensor) -> None:
+        super().__init__()
+        self._parameter = parameter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        if name == "sparse_coo_tensor":
+            return RowGradient(args[1])
+        if name == "sparse_mask":
+            return RowGradient(args[0].clone())
+        args, kwargs = tree_map_only(RowGradient, lambda each: each.values(), (args, kwargs))
+        found = func(*args, **kwargs)
+        is_gradient = func == GRADIENT_OF and args[0] is self._parameter
+        return RowGradient(found) if is_gradient and found is not None else found
+
+
+def options_to_try(options: Mapping[str, Any], sparse: bool) -> list[dict[str, Any]]:
+    """Further options by which a step may be traced, in order."""
+    kind = {SPARSE: True} if sparse else {}
+    return [kind, {**kind, "capturable": True}] if "capturable" in options else [kind]
+
+
+@contextmanager
+def sparse_gradient(parameter: Tensor, options: Mapping[str, Any]) -> Iterator[None]:
+    """Within, the gradient of a parameter is sparse, where the options of its step say so; a root of a number that is
+    traced is traced."""
+    if SPARSE not in options:
+        yield
+        return
+    root = math.sqrt
+    math.sqrt = lambda x: torch.sqrt(x) if isinstance(x, Tensor) else root(x)  # type: ignore[assignment, return-value]
+    try:
+        with _RowsAsTensors(parameter):
+            yield
+    finally:
+        math.sqrt = root
+
+
+# ---- the update ---------------------------------------------------------------------------------------------------
+
+
+def step_rows(
+    builder: GraphBuilder, lookups: Sequence[Node], before: Sequence[Value], after: Sequence[Value]
+) -> list[Value]:
+    """The new contents of a parameter and its states, where only rows are stepped that lookups name."""
+    if not lookups:
+        return [*after]
+    touched: Value | None = None
+    count = before[0].shape[0]
+    for node in lookups:
+        named = _given(node)
+        ids = named["indices"]
+        ones = builder.add(aten.full.default, ([*ids.shape, 1], 1.0), dtype=torch.float32)
+        times = builder.add(aten.embedding_dense_backward.default, (ones, ids, count, named["padding_idx"], False))
+        touched = times if touched is None else builder.add(aten.add.Tensor, (touched, times))
+    mask = builder.add(aten.gt.Scalar, (touched, 0))
+    same = before[0].shape
+    return [
+        builder.add(aten.where.self, (mask, new, old), old.type) if old.shape == same and new is not old else new
+        for old, new in zip(before, after, strict=True)
+    ]
