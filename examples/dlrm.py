@@ -8,7 +8,7 @@ resulting vectors, and the dense one, go through another MLP (Naumov et al., DLR
 and so are the tables, the first by rows, the others by columns: ids and rows travel, never a table.
 """
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +31,7 @@ class DLRM(nn.Module):
         self.bottom = mlp(dense, 32, dim)
         vectors = len(rows) + 1
         self.top = mlp(dim + vectors * (vectors - 1) // 2, 32, 1)
-        self.first, self.second = torch.triu_indices(vectors, vectors, 1).tolist()
+        self.first, self.second = ([pair[i] for pair in combinations(range(vectors), 2)] for i in (0, 1))
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         x = self.bottom(dense)

@@ -100,8 +100,8 @@ class _StoredTable:
                 value, spread = node.operands[0], self._spread(node)
                 first = spread[0].operands[0] if spread else value
                 assert first.spec is not None
-                rows = as_used(first.spec, axes, first, mesh)
-                seen = {first: rows.with_dim(len(rows.dims) - 1, spec.dims[1])}
+                rows, last = as_used(first.spec, axes, first, mesh), first.type.ndim - 1
+                seen = {first: rows.with_dim(last, spec.dims[1]) if first.shape[last] > 1 else rows}
                 for each in spread:
                     moved(each, seen)
                     seen = {value: value.spec for value in each.outs if value.spec is not None}
@@ -109,7 +109,7 @@ class _StoredTable:
                 rule = context.cache.rule(node)
                 others = factor_shardings(rule, node, mesh)
                 others = {f: strip(sharding, axes, rule.sizes[f], mesh) for f, sharding in others.items()}
-                shardings = {factor: each for factor, each in {**others, **own}.items() if each.axes}
+                shardings = {f: each for f, each in {**others, **own}.items() if each.axes and rule.sizes[f] > 1}
                 node.strategy = context.cache.strategy(rule, shardings)
             else:
                 node.strategy = as_placed(context.cache.rule(node), node, mesh)
@@ -154,12 +154,13 @@ def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]
         return None
     made = [as_made(each.value) for each in graph.outputs if each.kind is OutputKind.GRADIENT and each.name == inp.name]
     forward, backward = list(_uses(value, users)), list(_makers(made))
+    new = [each.value for each in graph.outputs if each.kind is OutputKind.PARAMETER and each.name == inp.name]
     uses = all(is_cast(node) or (node.op is LOOKUP and node.pin is None) for node in forward)
     makes = all(is_cast(node) or node.op in (GRADIENT, aten.add.Tensor) for node in backward)
     looked_up = uses and any(node.op is LOOKUP for node in forward)
     plain = not any(each.parts for each in spec.dims)
     fits = looked_up and makes and plain
-    return _StoredTable(inp.name, value, tuple(forward), tuple(backward), users) if fits else None
+    return _StoredTable(inp.name, value, tuple(forward), (*backward, *_counts(new, spec)), users) if fits else None
 
 
 def _uses(value: Value, users: Mapping[Value, Sequence[Node]]) -> Iterator[Node]:
@@ -178,3 +179,12 @@ def _makers(values: Iterable[Value]) -> Iterator[Node]:
             if node.op is not GRADIENT:
                 yield from _makers(node.operands)
             yield node
+
+
+def _counts(values: Sequence[Value], stored: Spec) -> Iterator[Node]:
+    """The nodes that say in a step which rows were looked up (:mod:`shardfx.ir.capture.optimizer.sparse_rows`), of a
+    table that is stored by rows."""
+    for value in values if stored.dims[0].axes else ():
+        while value.node is not None and value.node.op is aten.where.self:
+            mask, value = value.node.operands[:2]
+            yield from _makers([mask] if mask.shape[1:] == (1,) else [])

@@ -16,6 +16,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.registry import BY_FUNCTION, register
 
 from . import memory_ops, pack
+from .computing.row_update import step_rows
 from .computing.segment import segment, written_columns
 from .loop import loop_ops, stage_transfer
 from .pools import transfer
@@ -175,6 +176,7 @@ WITH_DESTINATION: dict[Any, LocalOp] = {aten.mm.default: MM_OUT, **OVER, **INTO}
 
 OTHER = (
     LocalOp("update.segment", segment, shares=True, rewrites=written_columns),
+    LocalOp("update.rows", step_rows, shares=True, rewrites=written_columns),
     LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True, waits=True),
     LocalOp("getitem", operator.getitem, shares=True),
 )

@@ -19,6 +19,7 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.computing.row_update import step_rows
 from shardfx.ir.ops.computing.segment import COPY, SegmentCall, SegmentRef, common, home, read_call, segment
 from shardfx.ir.ops.local_ops import row_of
 
@@ -51,7 +52,7 @@ def plain(program: RankProgram, *, in_place: bool = False) -> RankProgram:
 
 def written_out(program: RankProgram) -> RankProgram:
     """A program with each segment expanded into the calls that it stands for; the same object where there is none."""
-    if all(node.target is not segment for node in program.graph.nodes):
+    if all(node.target not in (segment, step_rows) for node in program.graph.nodes):
         return program
     made = program.copy()
     write_out(made)
@@ -61,7 +62,7 @@ def written_out(program: RankProgram) -> RankProgram:
 def write_out(program: RankProgram) -> None:
     """Expand each segment into its calls."""
     for node in list(program.graph.nodes):
-        if node.target is segment:
+        if node.target in (segment, step_rows):
             _write_out(program.graph, node)
 
 

@@ -28,6 +28,7 @@ from shardfx.ir.errors import DOES_NOT_RUN, Error
 from shardfx.ir.graph import Node, OutputKind
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.computing.fused_update import run_of
+from shardfx.ir.ops.computing.row_update import step_rows, wrong_rows
 from shardfx.ir.ops.computing.segment import misfit, segment
 from shardfx.ir.ops.local_ops import OVERWRITING, row_of
 from shardfx.ir.ops.pools import transfer
@@ -58,7 +59,7 @@ def malformed(node: fx.Node) -> str:
         return f"{node.name}: {wrong}"
     if storage_offset(node.target, node.args, node.kwargs) is not None:
         return f"{node.name} has a storage offset, which counts from the begin of memory that it may share with others"
-    if node.target is segment:
+    if node.target in (segment, step_rows):
         return _malformed_segment(node)
     if row is not None and row.group is not None and not isinstance((*node.args, *[None] * 9)[row.group], str):
         return f"{node.name} names no group of ranks as its argument {row.group}"
@@ -89,7 +90,9 @@ def _malformed_segment(node: fx.Node) -> str:
         return f"{node.name} takes its arguments by place"
     arguments: Any = node.args
     calls, gives, members, tensors, scalars, *fused = arguments
-    wrong = misfit(calls, gives, members, tensors, len(scalars))
+    rows = node.target is step_rows
+    wrong = wrong_rows(calls, gives, members, len(tensors), len(scalars)) if rows else ""
+    wrong = wrong if rows else misfit(calls, gives, members, tensors, len(scalars))
     if wrong:
         return f"{node.name} is no segment: {wrong}"
     if fused and list(fused[0]) != run_of(calls, gives):

@@ -37,6 +37,7 @@ from shardfx.ir.program.rank_module import ORIGINS
 from shardfx.ir.program.rank_program import RankProgram
 
 from .rank_pass import RankContext, RankPass, is_update, planned_node, waits
+from .touched_rows import step_touched_rows
 
 PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))
 RESULTS = frozenset((CAST, memory_ops.write))
@@ -55,7 +56,8 @@ class Segments(RankPass):
     name: ClassVar[str] = "segments"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        return _Packing(program, computed_beside(context.graph), context.device).run()
+        rows = step_touched_rows(program)
+        return _Packing(program, computed_beside(context.graph), context.device).run() or rows
 
 
 @dataclass(eq=False)
@@ -136,9 +138,7 @@ class _Packing:
             return False
         takes = {arg: value for arg, value in zip(node.args, planned.args, strict=True) if isinstance(arg, fx.Node)}
         shape = self._shape(planned.outs[0])
-        if not shape or any(not isinstance(value, Value) for value in takes.values()):
-            return False
-        if any(value.shape and self._shape(value) != shape for value in takes.values()):
+        if not shape or not all(isinstance(v, Value) and self._shape(v) in ((), shape) for v in takes.values()):
             return False
         self.values |= takes
         return True
