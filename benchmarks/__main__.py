@@ -8,7 +8,7 @@ import sys
 NAMES = (
     "step_time script_steps trainer_time step_memory pipeline_time timeline collectives plan_scale pipeline_scale "
     "verify_scale memory_table predicted_step recompute_table long_context decoder_step tiles chunked_loss loop_scale "
-    "mutants"
+    "tables mutants"
 )
 BENCHMARKS = tuple(f"benchmarks.{name}" for name in NAMES.split())
 

@@ -27,6 +27,7 @@ PAGES = (
     "docs/schedules.md",
     "docs/long-context.md",
     "docs/loops.md",
+    "docs/tables.md",
     "docs/writing_rules.md",
 )
 SESSION = re.compile(r"(?<=^```pycon\n)(.*?)(?=^```$)", re.DOTALL | re.MULTILINE)

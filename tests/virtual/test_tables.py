@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import shardfx as sx
+from tests.collective_counts import count_collectives
 from tests.reference import check_step
 
 DLRM = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "dlrm.py"))
@@ -173,3 +174,76 @@ def test_bags_match_single_device(case: str, table: str, ids: str) -> None:
     if case not in ("maximum", "counts"):
         sent = [each for node in pm.planned.nodes if str(node.op).startswith("comm.") for each in node.operands]
         assert max(each.type.numel for each in sent if each.type.dtype.is_floating_point) <= 6 * 6
+
+
+def test_sparse_tables_in_host_memory_step_the_same_rows() -> None:
+    make: dict[str, Any] = {"sparse": True, "optimizer": SPARSE["Adagrad"]}
+    near, _ = plan(2, BY_ROWS, **make)
+    away, _ = plan(2, BY_ROWS, offload=(sx.Offload("rows", min_numel=0),), **make)
+    for seed in range(3):
+        torch.testing.assert_close(near.step(*batch(seed)), away.step(*batch(seed)), rtol=1e-12, atol=1e-12)
+    assert away.verify()
+    assert sum(given.pool == "host" for given in away.planned.inputs) == 6
+
+
+@pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
+def test_a_step_sends_what_the_formula_says_and_holds_no_table(tables: dict[str, str]) -> None:
+    """Counted at run time: ids to all ranks, and rows there and back. The peak is that of shards, and of rows."""
+    rows, ranks, dim = (12000, 9000, 15000), 4, 8
+    model = DLRM["DLRM"](rows, dim, sparse=True).double()
+    dense, ids, labels = batch(0, rows, 32)
+    options: dict[str, Any] = {"args": (dense, ids), "loss": LOSS, "targets": (labels,)}
+    hints = sx.Hints(specs=SPECS | tables, optimizer=SPARSE["SGD"], **options)
+    pm = sx.parallelize(model, sx.Mesh(dp=ranks), hints, virtual=True)
+    with count_collectives() as counts:
+        pm.step(dense, ids, labels)
+    sent = sum(count.nbytes for (kind, _), count in counts.items() if "all_reduce" not in kind)
+    of_rows = 2 * 32 * dim * 8 / (1 if tables is BY_ROWS else ranks)
+    assert sent == pytest.approx(3 * (ranks - 1) / ranks * (32 * 8 + of_rows), rel=0.05)
+    assert pm.memory().peak <= 1.25 * sum(rows) * dim * 8 / ranks
+
+
+@pytest.mark.parametrize("wrong", [-1, 300])
+@pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
+def test_an_id_beyond_the_table_is_an_error_at_the_call(tables: dict[str, str], wrong: int) -> None:
+    pm, _ = plan(2, tables)
+    dense, ids, labels = batch()
+    ids[-1, 0] = wrong
+    with pytest.raises(sx.Error, match=r"IndexError: index .*out of range"):
+        pm(dense, ids, labels)
+
+
+class Tied(nn.Module):
+    """A table that is a head, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(400, 6), nn.Linear(6, 400, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        made: Tensor = self.head(self.table(ids))
+        return made
+
+
+def test_a_tied_table_is_gathered_and_hints_that_disagree_on_it_are_an_error() -> None:
+    model, ids = Tied().double(), torch.randint(0, 400, (8,))
+    alone, specs = deepcopy(model), {"args.0": "dp", "table.weight": "dp, -"}
+    pm = sx.parallelize(model, sx.Mesh(dp=2), sx.Hints(args=(ids,), loss=squares, specs=specs), virtual=True)
+    check_step(pm, alone, squares, (ids,), bound=1e-12)
+    assert any(str(n.op) == "comm.all_gather" and n.operands[0].shape == (400, 6) for n in pm.planned.nodes)
+    with pytest.raises(sx.Error, match=r"two hints disagree on %table\.weight"):
+        sx.parallelize(
+            model,
+            sx.Mesh(dp=2),
+            sx.Hints(args=(ids,), loss=squares, specs=specs | {"head.weight": "-, dp"}),
+            virtual=True,
+        )
+
+
+def test_a_table_of_few_rows_is_gathered() -> None:
+    """It takes fewer bytes than what is looked up in it."""
+    model, ids = nn.Embedding(20, 6), torch.randint(0, 20, (64,))
+    hints = sx.Hints(args=(ids,), loss=squares, specs={"args.0": "dp", "weight": "dp, -"})
+    pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+    assert not pm.planned.notes and pm.verify()
