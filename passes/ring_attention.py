@@ -99,25 +99,28 @@ class RingSteps:
         given = self._given(node, known)
         q, k, v = node.operands[1:4]
         types = [TensorType((*each.shape[:2], *self._view, each.shape[3]), each.type.dtype) for each in (q, k, v)]
-        of_sinks = next(iter(node.results[4:]), None)
-        sums: list[Value | None] = [None] * 3
+        of_sinks, of_bias = [*node.results, None, None, None][4:6]
+        summed = (*node.results[:3], of_bias)
+        sums: list[Value | None] = [None] * 4
         wanted = [None if old is None else each for old, each in zip(node.results[:3], types, strict=True)]
         how = {name: given(each) for name, each in node.kwargs.items()}
         for shift in range(ranks):
             kwargs = how | ({"shift": shift} if shift else {})
             sinks = of_sinks.type if of_sinks is not None and not shift else None
-            step = self._call(node, attention_step_backward, given(node.args), [*wanted, sinks], kwargs)
-            if of_sinks is not None and not shift:
-                self.rewriter.replace(of_sinks, step.outs[-1])
-            for i, made in enumerate(step.results[:3]):
+            step = self._call(
+                node, attention_step_backward, given(node.args), [*wanted, sinks, of_bias and of_bias.type], kwargs
+            )
+            if of_sinks is not None and step.results[3] is not None:
+                self.rewriter.replace(of_sinks, step.results[3])
+            for i, made in enumerate((*step.results[:3], step.results[4])):
                 if made is None:
                     continue
-                if i and shift:
+                if i in (1, 2) and shift:
                     made = self._insert(node, rotate, (made, BLOCKS, -shift), made.type)
                 sums[i] = made if sums[i] is None else self._insert(node, aten.add.Tensor, (sums[i], made), made.type)
-        for old, made in zip(node.results[:3], sums, strict=True):
+        for old, made in zip(summed, sums, strict=True):
             if old is not None and made is not None:
-                self.rewriter.replace(old, self._flat(node, made, old))
+                self.rewriter.replace(old, made if old is of_bias else self._flat(node, made, old))
         self.rewriter.erase(node)
 
     def _given(self, node: Node, known: dict[Value, Value] | None = None) -> Callable[[Any], Any]:
@@ -125,7 +128,7 @@ class RingSteps:
         made = dict(known or {})
         strategy = self.cache.strategy(self.cache.rule(node), self.shardings[node])
         for value, spec in zip(node.operands, strategy.operands, strict=True):
-            if value not in made and value.type.ndim < 2:
+            if value not in made and (value.type.ndim < 2 or value is argument(node, "relative_bias")):
                 made[value] = value
             elif value not in made:
                 dim = 2 if value.type.ndim > 2 else 1

@@ -124,15 +124,18 @@ def own_attentions() -> Iterator[Instance]:
         (2, True, None, (), {"softcap": 1.5, "sinks": f(4)}),
         (2, True, None, (), {"window": [2, 0], "sinks": f(4)}),
         (4, True, f(1, 4, 6, 6), (), {"window": [2, 0]}),
+        (2, True, None, (), {"relative_bias": f(4, 11)}),
+        (2, True, None, (), {"window": [2, 0], "sinks": f(4), "relative_bias": f(4, 11)}),
+        (4, False, None, (), {"q_ids": i(2, 2, 6), "k_ids": i(2, 2, 5), "softcap": 1.5, "flat": True}),
     ):
         keys = 6 if causal else 5
         q, k, v = f(2, 4, 6, 4), f(2, heads, keys, 4), f(2, heads, keys, 3)
         made = instance(attention, (q, k, v, mask, causal, None, *drop), more)
         yield made
-        of_mask = mask is not None and mask.is_floating_point()
+        of_mask = "relative_bias" in more or (mask is not None and mask.is_floating_point())
         args = (f(2, 4, 6, 3), q, k, v, *made.results, mask, causal, None, of_mask, *drop)
         back = instance(attention_backward, args, more)
-        for number, is_made in ((3, of_mask), (4, "sinks" in more)):
+        for number, is_made in ((3, of_mask and mask is not None), (4, "sinks" in more), (5, "relative_bias" in more)):
             if not is_made:
                 back.node.results[number] = None
         yield back
@@ -140,20 +143,26 @@ def own_attentions() -> Iterator[Instance]:
 
 def attention_steps() -> Iterator[Instance]:
     """Steps of a ring of four blocks, of one stripe and of two: the first, one of another block, the last."""
-    for stripes, window, ids, sinks in ((1, [], None, None), (2, [], None, f(4)), (1, [3, 0], i(2, 2, 1, 4, 2), None)):
+    for stripes, window, ids, sinks, bias in (
+        (1, [], None, None, None),
+        (2, [], None, f(4), None),
+        (1, [3, 0], i(2, 2, 1, 4, 2), None, None),
+        (2, [], None, None, f(4, 31)),
+    ):
         q, k, v = f(2, 4, stripes, 4, 2, 4), f(2, 2, stripes, 4, 2, 4), f(2, 2, stripes, 4, 2, 3)
-        how = (None, True, None, 0.0, None, 0, [], window, ids, ids, 0.0, sinks)
+        how = (None, True, None, 0.0, None, 0, [], window, ids, ids, 0.0, sinks, bias)
         made = instance(attention_step, (q, k, v, *how))
         yield made
         for shift in (1, 3):
             sofar = dict(zip(("out", "logsumexp"), made.results, strict=True))
             made = instance(attention_step, (q, k, v, *how), {**sofar, "shift": shift, "last": shift == 3})
             yield made
-        args = (f(2, 4, stripes, 4, 2, 3), q, k, v, *made.results, *how[:3], False, *how[3:])
+        args = (f(2, 4, stripes, 4, 2, 3), q, k, v, *made.results, *how[:3], bias is not None, *how[3:])
         for shift in (0, 2):
             back = instance(attention_step_backward, args, {"shift": shift})
-            if sinks is None:
-                back.node.results[3] = None
+            for number, of in ((3, sinks), (4, bias)):
+                if of is None:
+                    back.node.results[number] = None
             yield back
     yield instance(rotate, (f(2, 4, 3), 1, 1))
     yield instance(rotate, (f(2, 5), 1, -2))

@@ -39,8 +39,20 @@ from shardfx.ir.ops.traits import base_name, positional, with_defaults
 from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.text.printer import size_text
 
-from .mask_reader import Affine, Choice, Condition, MaskReader, SameToken, Token, mapped, simplified, true_where
-from .written_attention import CASTS, COPIES, MOVES, VIEWS, Dims, Hidden, Scores, written_attentions
+from .mask_reader import (
+    Affine,
+    Choice,
+    Condition,
+    MaskReader,
+    SameToken,
+    Token,
+    mapped,
+    simplified,
+    true_where,
+    write_nothing,
+)
+from .relative_bias import RelativeBiases, behind, write
+from .written_attention import CASTS, COPIES, MOVES, VIEWS, Dims, Hidden, Scores, number_of, written_attentions
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -104,6 +116,12 @@ OF_RESULTS = (
     operator.getitem,
 )
 HIDES, LOW = ("where", "masked_fill"), -1e4
+HIDERS = {
+    aten.masked_fill.Scalar: ((1, 0, 2, False),),
+    aten.where.ScalarOther: ((0, 1, 2, True),),
+    aten.where.self: ((0, 1, 2, True), (0, 2, 1, False)),
+}
+"""Where a mask in which keys are hidden has the condition, the mask, the number, and whether it hides where not."""
 SPREADS = (*CASTS, *COPIES, *VIEWS, aten.add.Tensor, aten.mul.Tensor, aten.slice.Tensor)
 Masks = tuple[fx.Node | Hidden, ...]
 
@@ -147,22 +165,23 @@ def simplify_attention(graph: fx.Graph) -> None:
     written = [*written_attentions(graph)]
     if not calls and not written:
         return
-    reader, made = MaskReader(graph), dict[Any, dict[str, Any]]()
+    write_nothing(graph)
+    biases, made = RelativeBiases(MaskReader(graph)), dict[Any, dict[str, Any]]()
     for node in calls:
         bound = with_defaults(ATTENTION, node.args, node.kwargs)
         if isinstance(bound["attn_mask"], fx.Node) and not bound["is_causal"]:
-            bound |= _masked(reader, (bound["attn_mask"],), bound, made)[0]
+            bound |= _masked(biases, (bound["attn_mask"],), bound, made)[0]
         _write(node, bound)
     for each in written:
-        _write_out(*each, reader, made)
+        _write_out(*each, biases, made)
 
 
-def _write_out(scores: Scores, v: Dims, result: Dims, reader: MaskReader, made: dict[Any, dict[str, Any]]) -> None:
+def _write_out(scores: Scores, v: Dims, result: Dims, biases: RelativeBiases, made: dict[Any, dict[str, Any]]) -> None:
     """Make a call of attention that is written out, unless no call computes it: finite numbers of a
     dense mask say that a query which sees no key has the mean of all, and no logsumexp can say that."""
     out, order = result
     batch, width = order.replace("s", "").replace("e", ""), scores.q[0].meta["val"].shape[scores.q[1].index("e")]
-    call = partial(_call, out, out)
+    call = partial(write, out, out)
     query, key, value = (
         _in_order(call, *of) for of in ((scores.q, f"{batch}se"), (scores.k, f"{batch}te"), (v, f"{batch}te"))
     )
@@ -170,7 +189,7 @@ def _write_out(scores: Scores, v: Dims, result: Dims, reader: MaskReader, made: 
     bound["scale"] = None if math.isclose(scores.scale, width**-0.5, rel_tol=1e-15) else scores.scale
     bound |= {"softcap": 1.0 if scores.tanh else scores.softcap, "sinks": scores.sinks}
     if scores.masks:
-        found, dense = _masked(reader, scores.masks, bound, made)
+        found, dense = _masked(biases, scores.masks, bound, made)
         if scores.sinks is None and _hides(dense):
             return
         bound |= found
@@ -210,20 +229,6 @@ def _erase(nodes: Sequence[fx.Node]) -> None:
             node.graph.erase_node(node)
 
 
-def _call(like: fx.Node, before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """A call of the graph, before a node."""
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(op, args, kwargs)
-    values: Any = fx.map_arg(args, lambda each: each.meta["val"])
-    node.meta = {**like.meta, "val": op(*values, **kwargs)}
-    return node
-
-
-def _behind(node: fx.Node) -> fx.Node:
-    """The first call behind a node."""
-    return node.next if node.next.op != "placeholder" else _behind(node.next)
-
-
 def _hides(masks: Masks) -> bool:
     """Whether masks may hide keys by finite numbers."""
     todo, known = [_node_of(each) for each in masks], set[fx.Node]()
@@ -244,32 +249,64 @@ def _node_of(mask: fx.Node | Hidden) -> fx.Node:
 
 
 def _masked(
-    reader: MaskReader, masks: Masks, bound: Mapping[str, Any], made: dict[Any, dict[str, Any]]
+    biases: RelativeBiases, masks: Masks, bound: Mapping[str, Any], made: dict[Any, dict[str, Any]]
 ) -> tuple[dict[str, Any], Masks]:
     """The arguments that masks are, and those of the masks that are not read, which make one dense mask."""
-    known = {each: found for each in masks if (found := _conditions(reader, each)) is not None}
-    seen, dense = None, masks
+    reader, terms = biases.reader, tuple(term for each in masks for term in _terms(biases.reader, each))
+    known = {each: found for each in terms if (found := _conditions(reader, each)) is not None}
+    seen, dense = None, terms
     if known:
         shape = torch.broadcast_shapes(*(_node_of(each).meta["val"].shape for each in known))
         conditions = true_where(simplified(Choice(frozenset[Condition]().union(*known.values())), shape))
         finite = bound.get("sinks") is None and any(_is_finite(reader, each) for each in known)
         seen = _seen(reader, conditions, finite, shape, bound)
     if seen is not None:
-        dense = tuple(each for each in masks if each not in known)
+        dense = tuple(each for each in terms if each not in known)
         if dense and seen.flags and seen[:3] == Seen()[:3]:
-            seen, dense = None, masks
+            seen, dense = None, terms
+    bias = _bias(biases, dense, bound)
+    dense = tuple(each for each in dense if bias is None or each is not bias[0]) if bias or seen is not None else masks
     if (masks, seen) not in made:
         last = next(node for node in reversed(reader.graph.nodes) if node in map(_node_of, masks))
         made[masks, seen] = {"attn_mask": _dense(dense, bound["query"].meta["val"], last)}
+        if bias is not None:
+            made[masks, seen]["relative_bias"] = bias[1]
         if seen is not None:
             made[masks, seen] |= _tensors_of(last, seen, *_lengths(bound))
     how = {} if seen is None else {"is_causal": seen.causal, "window": [*seen.window]}
     return {**how, **made[masks, seen]}, dense
 
 
+def _terms(reader: MaskReader, mask: fx.Node | Hidden) -> Masks:
+    """The masks of which one is made: of which it is the sum, or which it hides keys of."""
+    if isinstance(mask, Hidden) or reader.values.get(mask) is not None or not mask.meta["val"].is_floating_point():
+        return (mask,)
+    if mask.target in COPIES:
+        return _terms(reader, mask.args[0])  # type: ignore[arg-type]
+    if mask.target is aten.add.Tensor and not mask.kwargs and all(isinstance(each, fx.Node) for each in mask.args):
+        return tuple(term for each in mask.args for term in _terms(reader, each))  # type: ignore[arg-type]
+    args: Any = mask.args
+    for condition, rest, number, unless in HIDERS.get(mask.target, ()):  # type: ignore[call-overload]
+        fill, of = number_of(args[number]), args[rest]
+        if fill is not None and fill <= torch.finfo(mask.meta["val"].dtype).min and isinstance(of, fx.Node):
+            return *_terms(reader, of), Hidden(args[condition], fill, unless)
+    return (mask,)
+
+
+def _bias(biases: RelativeBiases, masks: Masks, bound: Mapping[str, Any]) -> tuple[fx.Node, fx.Node] | None:
+    """The mask that is a relative bias, and its numbers; None, where there is none that our op takes."""
+    (rows, keys), query = _lengths(bound), bound["query"].meta["val"]
+    for each in masks if rows == keys and _is_plain(bound) else ():
+        if not isinstance(each, Hidden) and each.meta["val"].is_floating_point() and not _hides((each,)):
+            found = biases.of(each, query.shape[1], rows, query.dtype)
+            if found is not None:
+                return each, found
+    return None
+
+
 def _dense(masks: Masks, query: torch.Tensor, last: fx.Node) -> fx.Node | None:
     """One mask of those that are added, and of those by which scores are filled."""
-    call, total = partial(_call, last, _behind(last)), None
+    call, total = partial(write, last, behind(last)), None
     for each in masks:
         node = _node_of(each)
         if isinstance(each, Hidden):
@@ -363,7 +400,7 @@ def _tensors_of(mask: fx.Node, seen: Seen, rows: int, keys: int) -> dict[str, An
 
     if not seen.flags and not seen.ids:
         return {}
-    call = partial(_call, mask, _behind(mask))
+    call = partial(write, mask, behind(mask))
     flags = [of_tokens(each, keys) for each in sorted(seen.flags, key=lambda each: each.source.name)]
     seen_by_all = reduce(partial(call, aten.logical_and.default), flags) if flags else None
     if seen_by_all is not None and seen[:3] == Seen()[:3]:

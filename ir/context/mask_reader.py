@@ -473,10 +473,9 @@ class MaskReader:
     """Reads the values of a graph's nodes."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self.graph, self.values = graph, dict[fx.Node, Value]()
-        written = _written(graph)
+        self.graph, self.values, self.written = graph, dict[fx.Node, Value](), _written(graph)
         for node in graph.nodes:
-            if node not in written and (shape := _shape(node)) is not None:
+            if node not in self.written and (shape := _shape(node)) is not None:
                 found = self._read(node, shape) if node.op == "call_function" else None
                 found = _token(node, shape) if found is None else found
                 if found is not None:
@@ -571,6 +570,29 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
             if argument.is_write and isinstance(value, fx.Node):
                 written.add(bases[value])
     return {node for node, base in bases.items() if base in written}
+
+
+def write_nothing(graph: fx.Graph) -> None:
+    """Replace in-place ops by those that give a new tensor, where nothing else reads what they write into."""
+    for node in graph.nodes:
+        op, x = node.target, node.args[0] if node.args else None
+        name = op._schema.name if isinstance(op, torch._ops.OpOverload) else ""
+        packet = getattr(aten, name.removeprefix("aten::")[:-1], None) if name.endswith("_") else None
+        if packet is None or not isinstance(x, fx.Node) or [*x.users] != [node]:
+            continue
+        is_new = isinstance(x.target, torch._ops.OpOverload) and (
+            torch.Tag.pointwise in x.target.tags or not x.all_input_nodes
+        )
+        if not is_new or node.kwargs:
+            continue
+        pure, value, given = getattr(packet, op._overloadname, None), node.meta["val"], x.meta["val"]
+        values = fx.map_arg(node.args, lambda each: each.meta["val"])
+        after = None if pure is None else pure(*values)
+        if isinstance(after, torch.Tensor) and (after.dtype, after.shape) == (given.dtype, given.shape) == (
+            value.dtype,
+            value.shape,
+        ):
+            node.target = pure
 
 
 def _least(node: Any, value: Any) -> Any:

@@ -7,8 +7,9 @@ The ``h`` query heads share the ``g`` key heads in groups of ``h / g``. A mask h
 ``i``; ``window``, ``[left, right]``: those from ``i - left`` to ``i + right``; ``q_ids[b s]``, ``k_ids[b t]``: those
 with its id; each hides keys that a mask leaves. A query that sees no key gets zeros, and a logsumexp of 0.
 ``scale`` is ``1 / sqrt(e)`` where it is None; ``softcap`` ``c`` makes ``c * tanh(s / c)`` of each scaled product ``s``;
-``sinks[h]`` are a further logit of each query, of no value. A rank's ``box`` of the global ``[b, h, s, t]`` says what
-its queries see, and what dropout of ``p`` draws.
+``sinks[h]`` are a further logit of each query, of no value; ``relative_bias[h, 2 s - 1]`` is added to scores by the
+distance of key ``j`` from query ``i``, at ``j - i + s - 1``; ``flat``: scores are 0, and count in gradients alone. A
+rank's ``box`` of the global ``[b, h, s, t]`` says where its queries and keys stand, and what dropout of ``p`` draws.
 
 Torch's fused kernels compute it where they can (:mod:`.context.attention_kernels`), and plain ops where not. All of
 them give the same logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's
@@ -33,13 +34,16 @@ from .context.causal_rows import backward_from, forward_from, seen_mask
 from .context.plain_attention import Given, drawn, gradient_of_sinks, wide, with_sinks
 from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, own_rows, tiles
 
-NAMED = "window", "q_ids", "k_ids", "softcap", "sinks"
+NAMED = "window", "q_ids", "k_ids", "softcap", "sinks", "relative_bias", "flat"
 """The arguments that graphs give by name: what queries see, and how scores are changed."""
 HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
 DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[], "
-DRAW += "int[] window=[], Tensor? q_ids=None, Tensor? k_ids=None, float softcap=0.0, Tensor? sinks=None"
-DEFAULTS: tuple[Any, ...] = False, None, 0.0, None, 0, [], [], None, None, 0.0, None
+DRAW += "int[] window=[], Tensor? q_ids=None, Tensor? k_ids=None, float softcap=0.0, Tensor? sinks=None, "
+DRAW += "Tensor? relative_bias=None, bool flat=False"
+DEFAULTS: tuple[Any, ...] = False, None, 0.0, None, 0, [], [], None, None, 0.0, None, None, False
 """Of the arguments from ``causal`` on."""
+BACKWARD: tuple[Any, ...] = None, *DEFAULTS[:2], False, *DEFAULTS[2:], []
+"""Of the arguments of the backward from ``mask`` on."""
 
 
 def _like_forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
@@ -49,29 +53,33 @@ def _like_forward(q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, T
 
 
 def _like_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any) -> tuple[Tensor, ...]:
-    mask, of_mask = how[2] if len(how) > 2 else None, len(how) > 5 and how[5]
-    grad_mask = mask.new_empty(mask.shape) if of_mask and mask is not None else q.new_empty(0)
-    box, rows = (how[9], how[15]) if len(how) > 15 else ([], [])
-    grad_sinks = how[14].new_empty(how[14].shape) if len(how) > 14 and how[14] is not None else q.new_empty(0)
-    return (*(torch.empty_like(t) for t in own_rows(dense_rows(q, k, v), box, rows)), grad_mask, grad_sinks)
+    *_, mask, _, _, of_mask, _, _, _, box, _, _, _, _, sinks, bias, _, rows = [*how, *BACKWARD[max(len(how) - 2, 0) :]]
+    of_mask, of_bias = _wanted(of_mask, mask, bias)
+    made = (q.new_empty(0) if each is None else each.new_empty(each.shape) for each in (of_mask, sinks, of_bias))
+    return *(torch.empty_like(t) for t in own_rows(dense_rows(q, k, v), box, rows)), *made
+
+
+def _wanted(asked: bool, mask: Given, bias: Given) -> tuple[Given, Given]:
+    """The mask and the relative bias that get gradients."""
+    return mask if asked and mask is not None and mask.is_floating_point() else None, bias if asked else None
 
 
 def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
     return [*args, *defaults[len(args) :]]
 
 
-def _by_tiles(window: Sequence[int], ids: Sequence[Given], softcap: float) -> bool:
+def _by_tiles(window: Sequence[int], ids: Sequence[Given], softcap: float, bias: Given, flat: bool) -> bool:
     """Whether attention is computed by tiles of queries."""
-    return bool(window) or ids[0] is not None or softcap != 0
+    return bool(window) or ids[0] is not None or softcap != 0 or bias is not None or flat
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, *how: Any) -> tuple[Tensor, Tensor]:
-    return forward_by(kernel_for(q, k, v, mask, causal, *how[-2:]), q, k, v, mask, causal, *how)
+    return forward_by(kernel_for(q, k, v, mask, causal, *how[-3:]), q, k, v, mask, causal, *how)
 
 
 def _backward(grad: Tensor, qkv: Any, *given: Any) -> tuple[Tensor, ...]:
-    (q, k, v), (_, _, mask, causal, _, of_mask, _, p, softcap) = qkv, given
-    return backward_by("" if of_mask else kernel_for(q, k, v, mask, causal, p, softcap), grad, qkv, *given)
+    (q, k, v), (_, _, mask, causal, _, of_mask, *_) = qkv, given
+    return backward_by("" if of_mask else kernel_for(q, k, v, mask, causal, *given[-3:]), grad, qkv, *given)
 
 
 @define(
@@ -79,80 +87,83 @@ def _backward(grad: Tensor, qkv: Any, *given: Any) -> tuple[Tensor, ...]:
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) -> tuple[Tensor, Tensor]:
     """Attention, and the logsumexp of each query's scores."""
-    causal, scale, p, seed, number, box, window, *ids, softcap, sinks = _with_defaults(how, *DEFAULTS)
+    causal, scale, p, seed, number, box, window, *ids, softcap, sinks, bias, flat = _with_defaults(how, *DEFAULTS)
     q, k, v = dense_rows(q, k, v)
     if sinks is not None:
-        out, logsumexp = attention(q, k, v, mask, causal, scale, p, seed, number, box, window, *ids, softcap)
+        rest = p, seed, number, box, window, *ids, softcap, None, bias, flat
+        out, logsumexp = attention(q, k, v, mask, causal, scale, *rest)
         out, logsumexp = with_sinks(out, logsumexp, sinks)
         return laid_like(out, q) if out.shape == q.shape else out.contiguous(), logsumexp
-    if _by_tiles(window, ids, softcap):
+    if _by_tiles(window, ids, softcap, bias, flat):
 
         def one(tile: QueryTile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             keep = drawn(q, k, p, seed, number, tile.box)
-            return _forward(q, k, v, tile.mask, False, scale, keep, p, softcap)
+            return _forward(q, k, v, tile.mask, False, scale, keep, p, softcap, flat)
 
-        return forward_by_tiles(q, k, v, tiles(q, k, causal, box, window, ids, mask=mask), one)
+        return forward_by_tiles(q, k, v, tiles(q, k, causal, box, window, ids, (), mask, bias), one)
     keep, box = drawn(q, k, p, seed, number, box), box if causal else []
     if len(box) == 4 and mask is None and keep is None:
         return forward_from(box[2], q, k, v, lambda own, k, v: attention(q, k, v, None, own, scale))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
-    return _forward(q, k, v, mask, causal, scale, keep, p, softcap)
+    return _forward(q, k, v, mask, causal, scale, keep, p, softcap, flat)
 
 
 @define(
     f"attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {HOW}, "
     f"bool of_mask=False, {DRAW}, int[] rows=[]) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask, Tensor grad_sinks)",
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_mask, Tensor grad_sinks, Tensor grad_bias)",
     shapes=_like_backward,
 )
 def attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, mask: Given = None, *how: Any
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, v, of the mask (if asked for) and of the sinks; in a window, those of some ``rows`` alone,
-    ``[first, number]``: of queries, which see keys before and behind them, and of the keys there, which others see too.
+    """The gradients of q, k, v, of the mask and the relative bias (if asked for), and of the sinks; in a window, those
+    of some ``rows`` alone, ``[first, number]``: of queries, which see keys before and behind them, and of the keys
+    there, which others see too.
     """
-    defaults: Any = *DEFAULTS[:2], False, *DEFAULTS[2:], []
-    causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, sinks, rows = _with_defaults(how, *defaults)
+    causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, sinks, bias, flat, rows = _with_defaults(
+        how, *BACKWARD[1:]
+    )
     grad, q, k, v, out = dense_rows(grad, q, k, v, out)
     if sinks is not None:
-        rest = mask, causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, None, rows
+        rest = mask, causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, None, bias, flat, rows
         grads: tuple[Tensor, ...] = attention_backward(grad, q, k, v, out, logsumexp, *rest)
         grad, out, logsumexp = (own_rows((each, k, v), draw[2], rows)[0] for each in (grad, out, logsumexp))
-        return *grads[:4], gradient_of_sinks(grad, out, logsumexp, sinks)
-    if _by_tiles(window, (q_ids, k_ids), softcap):
+        return *grads[:4], gradient_of_sinks(grad, out, logsumexp, sinks), grads[5]
+    if _by_tiles(window, (q_ids, k_ids), softcap, bias, flat):
 
         def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:
             of_rows = (each[:, :, tile.rows] for each in (out, logsumexp))
             keep = drawn(qkv[0], qkv[1], p, draw[0], draw[1], tile.box)
-            how = tile.mask, False, scale, of_mask, keep, p, softcap
+            how = tile.mask, False, scale, of_mask, keep, p, softcap, flat
             return _backward(grad[:, :, tile.rows], qkv, *of_rows, *how)
 
-        parts = tiles(q, k, causal, draw[2], window, (q_ids, k_ids), rows, mask)
-        made = backward_by_tiles(q, k, v, parts, one, mask if of_mask else None)
+        parts = tiles(q, k, causal, draw[2], window, (q_ids, k_ids), rows, mask, bias)
+        made = backward_by_tiles(q, k, v, parts, one, *_wanted(of_mask, mask, bias))
         own = own_rows((q, k, v), draw[2], rows), own_rows(made[:3], draw[2], rows)
-        return *(laid_like(grad, like) for like, grad in zip(*own, strict=True)), made[3], q.new_empty(0)
+        return *(laid_like(grad, like) for like, grad in zip(*own, strict=True)), made[3], q.new_empty(0), made[4]
     keep, box = drawn(q, k, p, *draw), draw[2] if causal else []
     if len(box) == 4 and mask is None and keep is None:
         backward = lambda own, *kv: attention_backward(grad, q, kv[0], kv[1], out, logsumexp, None, own, scale)  # noqa: E731
-        return *backward_from(box[2], q, k, v, backward), q.new_empty(0)
+        return *backward_from(box[2], q, k, v, backward), *(q.new_empty(0) for _ in range(2))
     mask, causal = (seen_mask(q, k, mask, box), False) if box else (mask, causal)
-    made = _backward(grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p, softcap)
-    return *made, q.new_empty(0)
+    made = _backward(grad, (q, k, v), out, logsumexp, mask, causal, scale, of_mask, keep, p, softcap, flat)
+    return *made, *(q.new_empty(0) for _ in range(2))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, mask, causal, scale, p, seed, number, box, window, q_ids, k_ids, softcap, sinks = inputs
-    ctx.save_for_backward(q, k, v, *output, mask, seed, q_ids, k_ids, sinks)
-    ctx.how, ctx.draw, ctx.softcap = (causal, scale), (p, number, box, window), softcap
+    q, k, v, mask, causal, scale, p, seed, number, box, window, q_ids, k_ids, softcap, sinks, bias, flat = inputs
+    ctx.save_for_backward(q, k, v, *output, mask, seed, q_ids, k_ids, sinks, bias)
+    ctx.how, ctx.draw, ctx.scores = (causal, scale), (p, number, box, window), (softcap, flat)
     ctx.set_materialize_grads(False)
 
 
 def _gradient(ctx: Any, grad: Tensor | None, of_logsumexp: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, logsumexp, mask, seed, q_ids, k_ids, sinks = ctx.saved_tensors
+    q, k, v, out, logsumexp, mask, seed, q_ids, k_ids, sinks, bias = ctx.saved_tensors
     p, *draw = ctx.draw
-    of_mask = mask is not None and ctx.needs_input_grad[3]
-    how = mask, *ctx.how, of_mask, p, seed, *draw, q_ids, k_ids, ctx.softcap, sinks
-    grads: list[Any] = [None] * 5
+    wanted = [each is not None and ctx.needs_input_grad[i] for i, each in ((3, mask), (15, bias))]
+    how = mask, *ctx.how, any(wanted), p, seed, *draw, q_ids, k_ids, ctx.scores[0], sinks, bias, ctx.scores[1]
+    grads: list[Any] = [None] * 6
     if grad is not None:
         grads = [*attention_backward(grad, q, k, v, out, logsumexp, *how)]
     if of_logsumexp is not None:  # a column of values which are 0, and of results which are -1: weight * its gradient
@@ -161,10 +172,11 @@ def _gradient(ctx: Any, grad: Tensor | None, of_logsumexp: Tensor | None) -> tup
             for each in (of_logsumexp, torch.full_like(of_logsumexp, -1))
         )
         more = attention_backward(rows, q, k, torch.zeros_like(v), minus, logsumexp, *how)
-        for place in (0, 1, 3, 4):
+        for place in (0, 1, 3, 4, 5):
             grads[place] = more[place] if grads[place] is None else grads[place] + more[place]
-    of_sinks = grads[4] if sinks is not None else None
-    return (*grads[:3], grads[3] if of_mask else None, *[None] * 10, of_sinks)
+    kept = zip((wanted[0], sinks is not None, wanted[1]), grads[3:], strict=True)
+    of_mask, of_sinks, of_bias = (grad if each else None for each, grad in kept)
+    return (*grads[:3], of_mask, *[None] * 10, of_sinks, of_bias, None)
 
 
 torch.library.register_autograd("shardfx::attention", _gradient, setup_context=_setup, lib=LIBRARY)

@@ -46,6 +46,13 @@ def packed(lengths: list[int]) -> Tensor:
     return causal() & (documents[:, None] == documents[None, :])
 
 
+def filled_beside_a_view() -> Tensor:
+    zeros = torch.zeros(T, T, dtype=F64)
+    view = zeros.T
+    zeros.masked_fill_(~causal(), -torch.inf)
+    return view.T
+
+
 MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "compared positions": (causal, "causal"),
     "in four dims": (lambda: causal()[None, None].expand(2, 1, T, T), "causal"),
@@ -56,7 +63,8 @@ MASKS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "filled": (lambda: torch.zeros(T, T, dtype=F64).masked_fill(~causal(), -torch.inf), "causal"),
     "a window of all": (lambda: window(T), "causal"),
     "one document": (lambda: packed([T]), "causal"),
-    "filled in place": (lambda: torch.zeros(T, T, dtype=F64).masked_fill_(~causal(), -torch.inf), "dense"),
+    "filled in place": (lambda: torch.zeros(T, T, dtype=F64).masked_fill_(~causal(), -torch.inf), "causal"),
+    "filled in place beside a view": (lambda: filled_beside_a_view(), "dense"),
     "last rows looked up": (lambda: causal()[torch.arange(T) - T // 2], "dense"),
     "ones": (lambda: torch.ones(T, T, dtype=torch.bool), "full"),
     "a window": (lambda: window(3), "causal 2 0"),

@@ -213,8 +213,13 @@ def _attention_backward(
         raise Error("a gradient of attention stands apart from its forward", where=str(builder.where), got=str(op))
     drawn = with_defaults(attention, forward.args, forward.kwargs)
     bound |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
-    asked = bound.get("of_mask"), drawn["sinks"] is not None
-    kept = [*types[:3], *(type if each else None for type, each in zip(types[3:] or (None, None), asked, strict=True))]
+    wanted = bound.get("of_mask")
+    asked = (
+        wanted and bound["mask"] is not None,
+        drawn["sinks"] is not None,
+        wanted and drawn["relative_bias"] is not None,
+    )
+    kept = [*types[:3], *(type if each else None for type, each in zip(types[3:] or (None,) * 3, asked, strict=True))]
     given, named = in_order(attention_backward, bound)
     return builder.add(attention_backward, given, kept, **named)
 

@@ -58,12 +58,12 @@ def rows_first(x: Tensor) -> Tensor:
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float, softcap: float) -> str:
+def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float, softcap: float, flat: bool) -> str:
     """The kernel of torch that takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
 
     The answer is the same forward and backward: torch is asked as for a call that has gradients.
     """
-    if p != 0 or softcap != 0 or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+    if p != 0 or softcap != 0 or flat or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
         return ""
     if q.device.type == "cpu":
         return "cpu"
@@ -114,7 +114,7 @@ def _bias(q: Tensor, k: Tensor, mask: Given, kernel: str) -> Tensor | None:
 def forward_by(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
 ) -> tuple[Tensor, Tensor]:
-    """The forward by the named kernel. ``how`` is ``keep``, ``p`` and the soft cap of :func:`forward_by_hand`."""
+    """The forward by the named kernel. ``how`` is that of :func:`forward_by_hand`."""
     bias = _bias(q, k, mask, kernel) if kernel else None
     made: tuple[Any, ...]
     if kernel == "cpu":

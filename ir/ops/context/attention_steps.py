@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..computing.library import Ints, define
-from ..fused_attention import DEFAULTS, DRAW, HOW, attention, attention_backward
+from ..fused_attention import BACKWARD, DEFAULTS, DRAW, HOW, attention, attention_backward
 from .attention_kernels import dense_rows
 from .plain_attention import Given, gradient_of_sinks, wide, with_sinks
 from .window_tiles import EVERY, QueryTile, backward_by_tiles, forward_by_tiles, seen_pairs, tiles
@@ -52,13 +52,13 @@ class SeenPart(NamedTuple):
 
 
 def parts_of(
-    shape: Ints, blocks: int, own: int, other: int, causal: bool, window: Ints, ids: bool
+    shape: Ints, blocks: int, own: int, other: int, causal: bool, window: Ints, by_place: bool
 ) -> Iterator[SeenPart]:
     """The parts that are seen of queries ``[b h m n e]`` of block ``own`` and keys of block ``other``."""
     stripes, rows = shape[2:4]
-    if not window and not ids and (not causal or own == other):
+    if not window and not by_place and (not causal or own == other):
         yield SeenPart(slice(0, stripes), slice(0, stripes), causal, [])
-    elif not window and not ids:
+    elif not window and not by_place:
         for stripe in range(stripes):
             if end := stripe + (other < own):
                 yield SeenPart(slice(stripe, stripe + 1), slice(0, end), False, [])
@@ -87,7 +87,15 @@ Index = tuple[Any, ...]
 
 
 def _blocks(
-    q: Tensor, shift: int, place: Ints, mask: Given, p: float, causal: bool, window: Ints, ids: Sequence[Given]
+    q: Tensor,
+    shift: int,
+    place: Ints,
+    mask: Given,
+    p: float,
+    causal: bool,
+    window: Ints,
+    ids: Sequence[Given],
+    bias: Given,
 ) -> Iterator[tuple[Index, Index, SeenPart, list[Given]]]:
     """The parts of a step on one rank: where its queries stand among those given, and its keys; and the ids of both."""
     if mask is not None or p:
@@ -97,7 +105,8 @@ def _blocks(
     for i in range(q.shape[3]):
         other = (first + i - shift) % blocks
         shape = (*q.shape[:3], *q.shape[4:])
-        for part in parts_of(shape, blocks, first + i, other, causal, window, ids[0] is not None):
+        by_place = ids[0] is not None or bias is not None
+        for part in parts_of(shape, blocks, first + i, other, causal, window, by_place):
             own, keys = (every, every, part.stripes, i), (every, every, part.keys, other - given)
             pairs = zip(ids, (own, keys), strict=True)
             yield own, keys, part, [None if each is None else each[:, at[2], at[3]].flatten(1) for each, at in pairs]
@@ -109,9 +118,10 @@ def _like_step(q: Tensor, k: Tensor, v: Tensor, *how: Any, last: bool = False, *
 
 
 def _like_step_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *how: Any, **step: Any) -> tuple[Tensor, ...]:
-    sinks = how[14] if len(how) > 14 else None
+    *_, sinks, bias, _, _ = [*how, *BACKWARD[max(len(how) - 2, 0) :]]
     of_keys = (t.new_empty((*t.shape[:3], q.shape[3], *t.shape[4:])) for t in (k, v))
-    return q.new_empty(q.shape), *of_keys, q.new_empty(0 if sinks is None else sinks.shape)
+    more = (q.new_empty(0 if each is None else each.shape) for each in (sinks, bias))
+    return q.new_empty(q.shape), *of_keys, *more
 
 
 @define(
@@ -132,16 +142,17 @@ def attention_step(
     last: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention to the keys of one block each, joined with that to earlier ones."""
-    causal, scale, p, _, _, _, window, *ids, softcap, sinks = [*how, *DEFAULTS[len(how) :]]
+    causal, scale, p, _, _, _, window, *ids, softcap, sinks, bias, flat = [*how, *DEFAULTS[len(how) :]]
     size, dtype = (*q.shape[:5], v.shape[5]), wide(q.dtype)
     total = q.new_zeros(size, dtype=dtype) if out is None else out.to(dtype, copy=True)
     rows = q.new_full(size[:5], -torch.inf, dtype=dtype) if logsumexp is None else logsumexp.clone()
-    for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids):
+    for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids, bias):
         x, y, z = dense_rows(*(each[at].flatten(2, 3) for each, at in ((q, own), (k, keys), (v, keys))))
         if part.box:
-            found = forward_by_tiles(x, y, z, tiles(x, y, causal, part.box, window, own_ids), _tile(scale, softcap))
+            of_part = tiles(x, y, causal, part.box, window, own_ids, bias=bias)
+            found = forward_by_tiles(x, y, z, of_part, _tile(scale, softcap, flat))
         else:
-            found = attention(x, y, z, None, part.causal, scale, softcap=softcap)
+            found = attention(x, y, z, None, part.causal, scale, softcap=softcap, flat=flat)
         _join(total[own], rows[own], *(each.unflatten(2, total[own].shape[2:4]) for each in found))
     if last:
         rows.masked_fill_(rows == -torch.inf, 0.0)
@@ -150,10 +161,11 @@ def attention_step(
     return total.to(q.dtype) if last else total, rows
 
 
-def _tile(scale: float | None, softcap: float) -> Any:
+def _tile(scale: float | None, softcap: float, flat: bool) -> Any:
     def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, Tensor]:
-        out, rows = attention(*qkv, tile.mask, False, scale, softcap=softcap)
-        none = ~tile.mask.any(-1)
+        out, rows = attention(*qkv, tile.mask, False, scale, softcap=softcap, flat=flat)
+        seen = tile.mask if tile.mask.dtype == torch.bool else tile.mask > -torch.inf
+        none = ~seen.any(-1)
         return out, rows.masked_fill(none if none.dim() == 1 else none.expand_as(rows), -torch.inf)
 
     return one
@@ -170,7 +182,7 @@ def _join(total: Tensor, rows: Tensor, out: Tensor, logsumexp: Tensor) -> None:
 @define(
     f"attention_step_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {HOW}, "
     f"bool of_mask=False, {DRAW}, int[] rows=[], *, {STEP}) "
-    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks)",
+    "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_sinks, Tensor grad_bias)",
     shapes=_like_step_backward,
 )
 def attention_step_backward(
@@ -185,12 +197,12 @@ def attention_step_backward(
     shift: int = 0,
     place: Ints = (),
 ) -> tuple[Tensor, ...]:
-    """The part of the gradients that comes from the keys of one block, by the result and the logsumexp of all keys; and
-    the whole gradient of the sinks."""
-    defaults = *DEFAULTS[:2], False, *DEFAULTS[2:], []
-    causal, scale, _, p, _, _, _, window, *ids, softcap, sinks, _ = [*how, *defaults[len(how) :]]
+    """The part of the gradients that comes from the keys of one block, by the result and the logsumexp of all keys (the
+    last one that of a relative bias, if asked for); and the whole gradient of the sinks."""
+    causal, scale, of_bias, p, _, _, _, window, *ids, softcap, sinks, bias, flat, _ = [*how, *BACKWARD[len(how) + 1 :]]
+    more = q.new_empty(0 if bias is None else bias.shape, dtype=wide(q.dtype)).zero_()
     grads = [each.new_zeros(each.shape, dtype=wide(q.dtype)) for each in _like_step_backward(grad, q, k, v)[:3]]
-    for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids):
+    for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids, bias):
         at = own, own, own, keys, keys
         given = (each[where].flatten(2, 3) for each, where in zip((grad, out, q, k, v), at, strict=True))
         of_rows, result, x, y, z = dense_rows(*given)
@@ -199,20 +211,23 @@ def attention_step_backward(
         def one(tile: QueryTile, *qkv: Tensor, results: Sequence[Tensor] = results) -> tuple[Tensor, ...]:
             grad, out, rows = (each[:, :, tile.rows] for each in results)
             given = grad, *qkv, out, rows, tile.mask
-            made: tuple[Tensor, ...] = attention_backward(*given, False, scale, softcap=softcap)
+            made: tuple[Tensor, ...] = attention_backward(*given, False, scale, of_bias, softcap=softcap, flat=flat)
             return made
 
         if part.box:
-            made = backward_by_tiles(x, y, z, tiles(x, y, causal, part.box, window, own_ids), one)
+            of_part = tiles(x, y, causal, part.box, window, own_ids, bias=bias)
+            made = backward_by_tiles(x, y, z, of_part, one, bias=bias if of_bias else None)
+            more += made[4] if of_bias else 0
         else:
-            made = attention_backward(results[0], x, y, z, *results[1:], None, part.causal, scale, softcap=softcap)
+            how = None, part.causal, scale
+            made = attention_backward(results[0], x, y, z, *results[1:], *how, softcap=softcap, flat=flat)
         home = own, (*keys[:3], own[3]), (*keys[:3], own[3])
         for total, each, place_of in zip(grads, made, home, strict=False):
             total[place_of] += each.unflatten(2, total[place_of].shape[2:4])
     of_sinks = q.new_empty(0)
     if sinks is not None:
         of_sinks = gradient_of_sinks(grad.flatten(2, 4), out.flatten(2, 4), logsumexp.flatten(2, 4), sinks)
-    return *(total.to(each.dtype) for total, each in zip(grads, (q, k, v), strict=False)), of_sinks
+    return *(total.to(each.dtype) for total, each in zip(grads, (q, k, v), strict=False)), of_sinks, more.to(q.dtype)
 
 
 ATTENTION = {attention, attention_backward, attention_step, attention_step_backward}

@@ -1,7 +1,7 @@
 """Attention op by op, forward and backward, and the dropout of its weights.
 
     scores[b h s t] = q k' * scale + mask,   logsumexp[b h s],   out = exp(scores - logsumexp) v
-    with a soft cap c: scores = c * tanh(q k' * scale / c) + mask
+    with a soft cap c: scores = c * tanh(q k' * scale / c) + mask;   flat: 0 + mask, with the gradients of these
 
 For what no kernel of torch's takes. Needs torch alone.
 """
@@ -41,9 +41,9 @@ def _products(q: Tensor, k: Tensor, scale: Scale, softcap: float) -> Tensor:
     return products.div_(softcap).tanh_() if softcap else products
 
 
-def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale, softcap: float) -> Tensor:
+def _scores(q: Tensor, k: Tensor, mask: Given, causal: bool, scale: Scale, softcap: float, flat: bool) -> Tensor:
     """The scores ``[b h s t]``, -inf where a query does not see a key."""
-    scores = _products(q, k, scale, softcap)
+    scores = q.new_zeros((*q.shape[:3], k.shape[2]), dtype=wide(q.dtype)) if flat else _products(q, k, scale, softcap)
     if softcap:
         scores.mul_(softcap)
     bias = bias_of(mask, scores.dtype)
@@ -80,9 +80,10 @@ def forward_by_hand(
     keep: Given = None,
     p: float = 0.0,
     softcap: float = 0.0,
+    flat: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention op by op; ``keep`` (bool, ``[b, h, s, t]``) says what dropout leaves of the weights."""
-    scores = _scores(q, k, mask, causal, scale, softcap)
+    scores = _scores(q, k, mask, causal, scale, softcap, flat)
     logsumexp = scores.logsumexp(-1)
     logsumexp.masked_fill_(logsumexp == -torch.inf, 0.0).masked_fill_(logsumexp == torch.inf, torch.nan)  # as softmax
     weights = _kept(scores.sub_(logsumexp[..., None]).exp_(), keep, p)
@@ -93,10 +94,11 @@ def backward_by_hand(
     grad: Tensor, qkv: Tensors, out: Tensor, logsumexp: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
 ) -> tuple[Tensor, ...]:
     """The gradients of q, k, v and (if asked for) of the mask, op by op, from what the forward gave; ``how`` is
-    whether it is, ``keep``, ``p`` and the soft cap."""
-    (q, k, v), (of_mask, keep, p, softcap) = qkv, (*how, None, 0.0, 0.0)[:4]
+    whether it is, ``keep``, ``p``, the soft cap, and whether scores are flat."""
+    defaults: tuple[Any, ...] = False, None, 0.0, 0.0, False
+    (q, k, v), (of_mask, keep, p, softcap, flat) = qkv, (*how, *defaults[len(how) :])
     dtype = wide(q.dtype)
-    weights = _scores(q, k, mask, causal, scale, softcap).sub_(logsumexp[..., None]).exp_()
+    weights = _scores(q, k, mask, causal, scale, softcap, flat).sub_(logsumexp[..., None]).exp_()
     wide_grad = grad.to(dtype)
     of_weights = _kept(wide_grad @ per_query_head(v, q).to(dtype).mT, keep, p)
     of_scores = (of_weights - (wide_grad * out.to(dtype)).sum(-1, keepdim=True)).mul_(weights)

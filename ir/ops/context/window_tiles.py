@@ -26,12 +26,15 @@ EVERY = 2**40
 
 
 class QueryTile(NamedTuple):
-    """Query rows, the keys that they see, the mask ``[.. rows, keys]`` of these, and the box of both."""
+    """Query rows, the keys that they see, the mask ``[.. rows, keys]`` of these, the box of both; where there is a
+    relative bias, the places ``[rows, keys]`` of its numbers; and whether the rows are a rank's own."""
 
     rows: slice
     keys: slice
     mask: Tensor
     box: list[int]
+    distances: Given = None
+    is_own: bool = True
 
 
 Parts = Iterable[QueryTile]
@@ -56,9 +59,11 @@ def tiles(
     ids: Sequence[Given],
     own: Ints = (),
     mask: Given = None,
+    bias: Given = None,
 ) -> Iterator[QueryTile]:
     """The tiles of queries ``[b h s e]`` and keys ``[b g t e]`` at ``box``; one, where rows or keys are no contiguous
-    range. ``ids`` are of queries ``[b s]`` and of keys ``[b t]``."""
+    range. ``ids`` are of queries ``[b s]`` and of keys ``[b t]``; a relative ``bias`` ``[h 2s-1]`` is added to masks.
+    """
     (left, right), (rows, keys) = reach(causal, window), (q.shape[2], k.shape[2])
     places = [*box_places((*q.shape[:3], keys), box, q.device)]
     ranges = _ranges((*q.shape[:3], keys), box)
@@ -78,11 +83,17 @@ def tiles(
             if mask is not None:
                 of_tile = part_of(mask, slice(start, stop), slice(first, last))
                 seen = of_tile & seen if mask.dtype == torch.bool else of_tile.masked_fill(~seen, -torch.inf)
+            distances = None
+            if bias is not None:  # rows behind the last one, which pad a sequence, are at no place of it
+                distances = (apart_by + bias.shape[1] // 2).clamp_(0, bias.shape[1] - 1)
+                of_bias = bias[None, :, distances]
+                seen = of_bias.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else of_bias + seen
             part = [[*each] for each in ranges]
             if plain:
                 part[2][1:], part[3][1:] = [part[2][1] + start, stop - start], [part[3][1] + first, last - first]
             numbers = [number for each in part for number in (len(each) // 3, *each)]
-            yield QueryTile(slice(start, stop), slice(first, last), seen, numbers)
+            is_own = not own or 0 <= start + ranges[2][1] - own[0] < own[1]
+            yield QueryTile(slice(start, stop), slice(first, last), seen, numbers, distances, is_own)
 
 
 def _segments(ranges: Sequence[Sequence[int]], rows: int, keys: int, own: Ints) -> list[tuple[int, int, int, int]]:
@@ -129,10 +140,12 @@ def part_of(mask: Tensor, rows: slice, keys: slice) -> Tensor:
 
 
 def backward_by_tiles(
-    q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: Backward, mask: Given = None
+    q: Tensor, k: Tensor, v: Tensor, parts: Parts, backward: Backward, mask: Given = None, bias: Given = None
 ) -> tuple[Tensor, ...]:
-    """The gradients of queries, keys, values and a mask; those of keys and values are summed in the dtype of scores."""
+    """The gradients of queries, keys, values, a mask and a relative bias; all but those of queries and of the mask are
+    summed in the dtype of scores."""
     grad_q, grad_mask = torch.empty_like(q), q.new_empty(0) if mask is None else torch.zeros_like(mask)
+    grad_bias = q.new_empty(0) if bias is None else torch.zeros_like(bias, dtype=wide(bias.dtype))
     sums = [torch.zeros_like(each, dtype=wide(each.dtype)) for each in (k, v)]
     for tile in parts:
         own, seen = tile.rows, tile.keys
@@ -140,10 +153,13 @@ def backward_by_tiles(
         if mask is not None:
             total = part_of(grad_mask, own, seen)
             total += grads[2].sum_to_size(*total.shape)
+        if bias is not None and tile.is_own and tile.distances is not None:
+            grad = grads[2].to(grad_bias.dtype).sum(0)
+            grad_bias.index_add_(1, tile.distances.flatten(), grad.flatten(1))
         for total, grad in zip(sums, grads[:2], strict=True):
             total[:, :, seen] += grad
     of_keys = (total.to(each.dtype) for total, each in zip(sums, (k, v), strict=True))
-    return grad_q, *of_keys, grad_mask
+    return grad_q, *of_keys, grad_mask, grad_bias if bias is None else grad_bias.to(bias.dtype)
 
 
 def seen_pairs(shape: Sequence[int], causal: bool, window: Ints, box: Ints, own: Ints = ()) -> int:

@@ -1,6 +1,6 @@
 """Scaled dot-product attention: batch, heads and query rows may be sharded; query heads may share key heads in groups.
 
-q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask, sinks[h r] -> out[b (h r) s v!], logsumexp[b (h r) s]
+q[b (h r) s e!], k[b h t! e!], v[b h t! v!], mask, sinks[h r], bias[(h r) d!] -> out[b (h r) s v!], logsumexp[b (h r) s]
 
 With a window, a rank's keys are those that its rows see, and their gradients come from the queries that see them:
 
@@ -31,15 +31,15 @@ aten = torch.ops.aten
 
 def forward(node: Node) -> Template | ShardingRule:
     """The forward: keys are replicated, or those that the rows see; queries may be sharded."""
-    form, seen = template(_words(node, "Q, b h t! e!, b h t! v!, M, , I, S -> O, L"), "2>0"), windows_of(node)
+    form, seen = template(_words(node, "Q, b h t! e!, b h t! v!, M, , I, S, R -> O, L"), "2>0"), windows_of(node)
     return form if seen is None else seeing(form(node), {"t": ("s", seen[0])})
 
 
 def backward(node: Node) -> Template | ShardingRule:
     """The backward: linear in the gradient, and in values and result together; the gradients of keys and values (of a
-    broadcast mask, and of sinks) are sums over the queries, or, in a window, over those that see the keys."""
-    seen, linear = windows_of(node), "0|3&4>0&1&3&4"
-    form = "O, Q, b h t!causal e!, b h t v!, O, L, M, , I, S -> Q, b h t e, b h t v, M, S"
+    broadcast mask, of sinks and a relative bias) are sums over queries, in a window over those that see the keys."""
+    seen, linear = windows_of(node), "0|3&4>0&1&3&4&5"
+    form = "O, Q, b h t!causal e!, b h t v!, O, L, M, , I, S, R -> Q, b h t e, b h t v, M, S, R"
     operands, results = _words(node, form).split("->")
     if seen is None:
         return template(f"{operands}->{results}", linear, unread="t>4")
@@ -64,12 +64,12 @@ def _words(node: Node, form: str) -> str:
     are not."""
     heads, own = "(h r)" if draw_slot(node) is None else "(h r!)", "" if has_argument(node.op, "box") else "!is_causal"
     tensors = {"Q": f"b {heads} s{own} e!", "O": f"b {heads} s v!", "L": f"b {heads} s", "M": f"~b {heads} s t"}
-    tensors |= {"I": "b s, b t", "S": heads}
+    tensors |= {"I": "b s, b t", "S": heads, "R": f"{heads} d!"}
     for letter, dims in tensors.items():
         form = form.replace(letter, dims)
     if not has_argument(node.op, "seed"):
-        form = form.replace(f", , b s, b t, {heads} ->", " ->").replace("!causal", "!is_causal")
-    if argument(node, "window"):
+        form = form.replace(f", , b s, b t, {heads}, {heads} d! ->", " ->").replace("!causal", "!is_causal")
+    if argument(node, "window") or argument(node, "relative_bias") is not None:
         form = form.replace("!causal", "!")
     return form
 
@@ -80,6 +80,7 @@ def attention_local(emit: Emit) -> Any:
     slot, args, named = draw_slot(emit.node), list(emit.args), dict(emit.kwargs)
     q, k = (emit.node.operands.index(argument(emit.node, name)) for name in ("q", "k"))
     by_place = argument(emit.node, "causal") or argument(emit.node, "window")
+    by_place = by_place or argument(emit.node, "relative_bias") is not None
     if emit.node.op is attention_backward and windows_of(emit.node) and not emit.result_shard(0, 2).is_full:
         named["rows"] = [*emit.result_bounds(0, 2)]
     if slot is not None or (by_place and not all(emit.operand_shard(each, 2).is_full for each in (q, k))):

@@ -19,7 +19,7 @@ from shardfx.ir.rules.windows import seeing
 
 QUERIES, KEYS, VALUES = "b (h r) m! p n! e!", "b h u! k! t! e!", "b h u! k! t! v!"
 OUT, ROWS = "b (h r) m! p n! v!", "b (h r) m! p n!"
-IDS, SINKS = "b m! p n!, b u! k! t!", "(h r)"
+IDS, SINKS, BIAS = "b m! p n!, b u! k! t!", "(h r)", "(h r) d!"
 
 
 def _step(node: Node, form: str, linear: str) -> ShardingRule:
@@ -31,15 +31,16 @@ def _step(node: Node, form: str, linear: str) -> ShardingRule:
 
 def forward(node: Node) -> ShardingRule:
     """A step is linear in values and the result so far together."""
-    linear = "2>0" if argument(node, "out") is None else "2&8>0"
-    return _step(node, f"{QUERIES}, {KEYS}, {VALUES}, , , {IDS}, {SINKS}, {OUT}, {ROWS} -> {OUT}, {ROWS}", linear)
+    linear = "2>0" if argument(node, "out") is None else "2&9>0"
+    operands = f"{QUERIES}, {KEYS}, {VALUES}, , , {IDS}, {SINKS}, {BIAS}, {OUT}, {ROWS}"
+    return _step(node, f"{operands} -> {OUT}, {ROWS}", linear)
 
 
 def backward(node: Node) -> ShardingRule:
     """The gradients of keys stand where the queries are that see them."""
     of_keys = f"{KEYS}, {VALUES}".replace("k!", "p")
-    operands = f"{OUT}, {QUERIES}, {KEYS}, {VALUES}, {OUT}, {ROWS}, , , {IDS}, {SINKS}"
-    return _step(node, f"{operands} -> {QUERIES}, {of_keys}, {SINKS}", "0|3&4>0&1&3")
+    operands = f"{OUT}, {QUERIES}, {KEYS}, {VALUES}, {OUT}, {ROWS}, , , {IDS}, {SINKS}, {BIAS}"
+    return _step(node, f"{operands} -> {QUERIES}, {of_keys}, {SINKS}, {BIAS}", "0|3&4>0&1&3&4")
 
 
 def step_local(emit: Emit) -> Any:

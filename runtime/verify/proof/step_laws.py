@@ -6,7 +6,7 @@ keys do::
 
     step(q, k, v, out, lse, shift=s)    of blocks S, joined with block s     ->  steps of S + {s}
     steps of all shifts, the last of them said to be last                    ->  attention(q, k, v)
-    grad_q of s, for all s, added up                                         ->  grad_q
+    grad_q of s, for all s, added up                                         ->  grad_q; as that of a relative bias
     rotate(grad_k of s, -s), for all s, added up                             ->  grad_k
 
 A sequence that the blocks do not divide is padded behind its last row: with a causal mask no query sees such keys, and
@@ -79,11 +79,12 @@ class AttentionSteps:
         if node.op is attention_step_backward:
             if whole[4] is None and types[3] is not None:  # an equal call before it had no such result
                 return None
-            parts = (
-                None if each is None or type is None else self._gradient(node, each, shift, blocks, i > 0, type)
-                for i, (each, type) in enumerate(zip(whole[:3], types[:3], strict=True))
+            of_whole = zip((*whole[:3], whole[5]), (*types[:3], types[4]), strict=True)
+            *parts, of_bias = (
+                None if each is None or type is None else self._gradient(node, each, shift, blocks, i in (1, 2), type)
+                for i, (each, type) in enumerate(of_whole)
             )
-            return *parts, whole[4]
+            return *parts, whole[4], of_bias
         known, before = (node.kwargs.get(name) for name in ("out", "logsumexp")), frozenset[int]()
         sofar = tuple(None if each is None else term(each) for each in known)
         if sofar != (None, None):
@@ -123,7 +124,7 @@ class AttentionSteps:
 
     def _view(self, node: Node) -> tuple[int, ...] | None:
         """Stripes, blocks and rows of a block, where all operands have the same."""
-        found = {v.shape[2:5] if v.type.ndim > 4 else v.shape[1:4] for v in node.operands if v.type.ndim > 1}
+        found = {v.shape[2:5] if v.type.ndim > 4 else v.shape[1:4] for v in node.operands if v.type.ndim > 2}
         return found.pop() if len(found) == 1 else None
 
     def _whole(self, node: Node, term: TermOf, view: Sequence[int], types: Types) -> Made:
@@ -154,7 +155,7 @@ class AttentionSteps:
 
     def _shorter(self, node: Node, terms: dict[Value, int]) -> dict[Value, int]:
         """The operands without the rows behind the last one, where all have such rows, which do not matter."""
-        of_rows = {v: each for v, each in terms.items() if v.type.ndim > 1}
+        of_rows = {v: each for v, each in terms.items() if v.type.ndim > 2}
         if not argument(node, "causal") or not all(each in self._padded for each in of_rows.values()):
             return {}
         found = {v: self._padded[each] for v, each in of_rows.items()}
@@ -196,7 +197,7 @@ class AttentionSteps:
 
     @staticmethod
     def _flat(type: TensorType, view: Sequence[int]) -> TensorType:
-        if type.ndim < 2:
+        if type.ndim < 3:
             return type
         dim = 2 if type.ndim > 4 else 1
         rows = view[0] * view[1] * view[2]

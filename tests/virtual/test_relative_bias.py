@@ -1,0 +1,120 @@
+"""Biases of attention by the distance of a key from its query (ALiBi, T5): on any mesh, by each strategy of context
+parallelism, without a value of queries times keys; compared with one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from shardfx.ir.graph import Node
+from shardfx.ir.rules.template import argument
+from tests.reference import check_step
+from tests.virtual.test_attention_windows import largest
+
+F64 = torch.float64
+HEADS, GROUPS, HEAD, DIM = 4, 2, 6, 14
+
+
+class Biased(nn.Module):
+    """Self-attention of four query heads with two key heads, with a bias by distance that a subclass computes."""
+
+    causal = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.out = nn.Linear(DIM, HEADS * HEAD, dtype=F64), nn.Linear(HEADS * HEAD, DIM, dtype=F64)
+        self.k, self.v = (nn.Linear(DIM, GROUPS * HEAD, dtype=F64) for _ in range(2))
+        self.slopes = nn.Parameter(torch.rand(HEADS, dtype=F64))
+        self.table = nn.Embedding(5, HEADS, dtype=F64)
+
+    def bias(self, rows: Tensor, columns: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        places = torch.arange(x.shape[1])
+        mask = self.bias(places[:, None], places[None, :])
+        if self.causal:
+            mask = mask.masked_fill(places[None, :] > places[:, None], -torch.inf)
+        out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+class Alibi(Biased):
+    """Causal, with fixed slopes."""
+
+    causal = True
+
+    def bias(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=F64)[:, None, None] * (columns - rows)
+
+
+class Symmetric(Biased):
+    """All keys, with slopes that are trained."""
+
+    def bias(self, rows: Tensor, columns: Tensor) -> Tensor:
+        return -(rows - columns).abs()[None, None] * self.slopes.view(1, -1, 1, 1)
+
+
+class Buckets(Biased):
+    """Causal, with a table of numbers that are trained."""
+
+    causal = True
+
+    def bias(self, rows: Tensor, columns: Tensor) -> Tensor:
+        far = torch.minimum((rows - columns).clamp(min=0), torch.full((len(rows), len(rows)), 4))
+        return self.table(far).permute(2, 0, 1)
+
+
+class Near(Biased):
+    """A window of three keys on each side, with a table, and one number for all heads beside it."""
+
+    def bias(self, rows: Tensor, columns: Tensor) -> Tensor:
+        apart = columns - rows
+        apart += 3
+        return self.table.weight[apart.clamp(0, 4)].movedim(-1, 0).masked_fill((rows - columns).abs() > 3, -torch.inf)
+
+
+MODELS = (Alibi, Symmetric, Buckets, Near)
+ROWS = {"args.0": "-, cp, -"}
+WEIGHTS = {"q.weight": "tp, -", "k.weight": "tp, -", "v.weight": "tp, -", "out.weight": "-, tp"}
+CASES: dict[str, tuple[sx.Mesh, dict[str, Any], int]] = {
+    "dp": (sx.Mesh(dp=2), {"args.0": "dp, -, -"}, 11),
+    "tp": (sx.Mesh(tp=2), WEIGHTS, 11),
+    "rows": (sx.Mesh(cp=3), ROWS, 13),
+    "gather": (sx.Mesh(cp=2), {**ROWS, "": sx.Context("cp", "gather")}, 16),
+    "all-to-all": (sx.Mesh(cp=4), {**ROWS, "": sx.Context("cp", "all-to-all")}, 13),
+    "ring": (sx.Mesh(cp=3), {**ROWS, "": sx.Context("cp", "ring")}, 15),
+    "ring, uneven": (sx.Mesh(cp=3), {**ROWS, "": sx.Context("cp", "ring")}, 13),
+    "ring, stripes": (sx.Mesh(cp=2), {**ROWS, "": sx.Context("cp", "ring", stripes=3)}, 18),
+    "2d, tp": (sx.Mesh(tp=2, r=2, u=2), {**WEIGHTS, "args.0": "-, r u, -", "": sx.Context("r u", "2d")}, 16),
+}
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def attentions(pm: sx.ParallelModule) -> list[Node]:
+    return [node for node in pm.captured.nodes if str(node.op) == "shardfx.attention.default"]
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_with_a_relative_bias_matches_single_device(kind: type[Biased], case: str) -> None:
+    mesh, specs, length = CASES[case]
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, length, DIM, dtype=F64)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    check_step(pm, model, squares, (x,), bound=1e-12)
+    (node,) = attentions(pm)
+    assert node.kwargs["relative_bias"].shape == (HEADS, 2 * length - 1)
+    assert [argument(node, "causal"), node.kwargs.get("window")] == [kind.causal, [3, 3] if kind is Near else None]
+    assert largest(pm.captured, length) == largest(pm.planned, length) == 0
