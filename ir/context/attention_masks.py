@@ -122,7 +122,7 @@ HIDERS = {
     aten.where.self: ((0, 1, 2, True), (0, 2, 1, False)),
 }
 """Where a mask in which keys are hidden has the condition, the mask, the number, and whether it hides where not."""
-SPREADS = (*CASTS, *COPIES, *VIEWS, aten.add.Tensor, aten.mul.Tensor, aten.slice.Tensor)
+SPREADS = (*CASTS, *COPIES, *VIEWS, *MOVES, aten.slice.Tensor)
 Masks = tuple[fx.Node | Hidden, ...]
 
 
@@ -151,12 +151,14 @@ def note_dense_masks(graph: Graph, strict: bool) -> None:
 
 class Seen(NamedTuple):
     """What a query sees: the keys up to its place, and those of a window; all, where it has neither. Of these, those
-    with its id (a token for queries, one for keys), and with all flags."""
+    with its id (a token for queries, one for keys), and with all flags. ``finite``: one that sees no key has the mean
+    of all values, for scores are "filled" by a finite number, or a number is "added" in which they are lost."""
 
     causal: bool = False
     window: tuple[int, ...] = ()
     ids: tuple[Token, ...] = ()
     flags: tuple[Token, ...] = ()
+    finite: str = ""
 
 
 def simplify_attention(graph: fx.Graph) -> None:
@@ -237,7 +239,8 @@ def _hides(masks: Masks) -> bool:
         known.add(node)
         if any(isinstance(each, (int, float)) and -math.inf < each <= LOW for each in node.args):
             return True
-        todo += [each for each in node.all_input_nodes if node.target in SPREADS and each not in known]
+        if node.target in SPREADS or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            todo += [each for each in node.all_input_nodes if each not in known]
     return any(isinstance(each, Hidden) and each.number > -math.inf for each in masks)
 
 
@@ -258,23 +261,25 @@ def _masked(
     if known:
         shape = torch.broadcast_shapes(*(_node_of(each).meta["val"].shape for each in known))
         conditions = true_where(simplified(Choice(frozenset[Condition]().union(*known.values())), shape))
-        finite = bound.get("sinks") is None and any(_is_finite(reader, each) for each in known)
-        seen = _seen(reader, conditions, finite, shape, bound)
+        finite = [each for each in known if bound.get("sinks") is None and _is_finite(reader, each)]
+        hides = "?" if bound["attn_mask"] is not None else _finite(finite, terms, len(masks))
+        seen = _seen(reader, conditions, hides if finite else "", shape, bound)
     if seen is not None:
         dense = tuple(each for each in terms if each not in known)
-        if dense and seen.flags and seen[:3] == Seen()[:3]:
-            seen, dense = None, terms
+    as_ids = bool(dense)
     bias = _bias(biases, dense, bound)
     dense = tuple(each for each in dense if bias is None or each is not bias[0]) if bias or seen is not None else masks
-    if (masks, seen) not in made:
+    key, (rows, keys) = (masks, seen, bound["query"].meta["val"].shape), _lengths(bound)
+    if key not in made:
         last = next(node for node in reversed(reader.graph.nodes) if node in map(_node_of, masks))
-        made[masks, seen] = {"attn_mask": _dense(dense, bound["query"].meta["val"], last)}
+        made[key] = {"attn_mask": _dense(dense, bound["query"].meta["val"], last)}
         if bias is not None:
-            made[masks, seen]["relative_bias"] = bias[1]
+            made[key]["relative_bias"] = bias[1]
         if seen is not None:
-            made[masks, seen] |= _tensors_of(last, seen, *_lengths(bound))
+            made[key] |= _tensors_of(last, seen, rows, keys, as_ids)
+            made[key] |= {seen.finite: _alone(last, seen, rows, keys)} if seen.finite else {}
     how = {} if seen is None else {"is_causal": seen.causal, "window": [*seen.window]}
-    return {**how, **made[masks, seen]}, dense
+    return {**how, **made[key]}, dense
 
 
 def _terms(reader: MaskReader, mask: fx.Node | Hidden) -> Masks:
@@ -289,7 +294,7 @@ def _terms(reader: MaskReader, mask: fx.Node | Hidden) -> Masks:
     for condition, rest, number, unless in HIDERS.get(mask.target, ()):  # type: ignore[call-overload]
         fill, of = number_of(args[number]), args[rest]
         if fill is not None and fill <= torch.finfo(mask.meta["val"].dtype).min and isinstance(of, fx.Node):
-            return *_terms(reader, of), Hidden(args[condition], fill, unless)
+            return *_terms(reader, of), Hidden(args[condition], fill, unless, True)
     return (mask,)
 
 
@@ -342,11 +347,24 @@ def _is_finite(reader: MaskReader, mask: fx.Node | Hidden) -> bool:
     return isinstance(value, Choice) and -math.inf < min(value.seen, value.unseen) < 0
 
 
+def _finite(finite: Sequence[fx.Node | Hidden], terms: Masks, masks: int) -> str:
+    """What a query that sees no key gets where keys are hidden by finite numbers (:class:`Seen`); "?", if that is
+    neither: where masks are added behind the numbers, or where these are too small to lose all of a score. In calls of
+    attention a kernel decides."""
+    last = terms[-1]
+    if [*finite] != [last]:
+        return "?"
+    if isinstance(last, Hidden) and not last.is_added:
+        return "filled"
+    lost = isinstance(last, Hidden) or (len(terms) == 1 and last.meta["val"].dtype is not torch.float16)
+    return "added" if lost and masks == 1 else "?"
+
+
 def _seen(
-    reader: MaskReader, found: frozenset[Condition] | None, finite: bool, given: Sequence[int], bound: Mapping[str, Any]
+    reader: MaskReader, found: frozenset[Condition] | None, finite: str, given: Sequence[int], bound: Mapping[str, Any]
 ) -> Seen | None:
     """What queries see by a mask of a shape; None: something that only the mask says, or it is one of keys alone.
-    ``finite``: keys are hidden by finite numbers."""
+    ``finite``: how keys are hidden by finite numbers."""
     conditions = None if found is None else reader.in_order(found)
     sides = None if conditions is None else _sides(each for each in conditions if isinstance(each, Affine))
     if conditions is None or sides is None:
@@ -356,9 +374,6 @@ def _seen(
     window = rows - 1 if left is None else left, keys - 1 if right is None else right
     seen = Seen(right == 0, () if left is None and right in (None, 0) else window)
     of_data = [each for each in conditions if not isinstance(each, Affine)]
-    some = not of_data and min(window) >= 0 and rows <= keys + window[0]
-    if finite and not some:
-        return None  # they hide no key from a query that sees none
     if of_data:
         per_query, per_key = (
             partial(_is_per_token, shape=(bound["query"].meta["val"].shape[0], size), dim=dim, dims=len(given))
@@ -372,9 +387,19 @@ def _seen(
         if len(pairs) > 1 or not all(map(per_key, (*flags, *ids[1:]))) or len(ids) < 2 * len(pairs):
             return None
         seen = seen._replace(ids=ids, flags=flags)
+    itself = not seen.flags and (not seen.ids or (rows == keys and _moved_to_keys(seen.ids[0]) == seen.ids[1]))
+    if finite and not (itself and min(window) >= 0 and rows <= keys + window[0]):
+        if finite == "?" or seen.ids or not _is_plain(bound):
+            return None
+        seen = seen._replace(finite=finite)
     if seen.flags and seen[:3] == Seen()[:3]:
         return seen if len(given) > 1 and given[-2] > 1 and _is_plain(bound) else None
     return seen if seen == Seen(seen.causal) or (sum(window) >= 0 and _is_plain(bound)) else None
+
+
+def _moved_to_keys(token: Token) -> Token:
+    """The token of a query, at the place of a key."""
+    return token.moved(lambda at: Affine(at.start, (*at.steps[:-2], 0, at.steps[-2])))
 
 
 def _lengths(bound: Mapping[str, Any]) -> list[int]:
@@ -391,21 +416,17 @@ def _is_per_token(token: Token, shape: Sequence[int], dim: int, dims: int) -> bo
     return found == expected[1:] or (dims == 4 and found == expected)
 
 
-def _tensors_of(mask: fx.Node, seen: Seen, rows: int, keys: int) -> dict[str, Any]:
+def _tensors_of(mask: fx.Node, seen: Seen, rows: int, keys: int, as_ids: bool) -> dict[str, Any]:
     """The tensors of tokens by which queries see keys, written behind the mask: a mask ``[b, 1, 1, t]`` of keys alone,
-    or ids of queries and of keys, which are odd where a flag is not set."""
-
-    def of_tokens(token: Token, size: int) -> fx.Node:
-        return call(aten.reshape.default, token.source, [token.source.meta["val"].numel() // size, size])
+    or (if asked for) ids of queries and of keys, which are odd where a flag is not set."""
 
     if not seen.flags and not seen.ids:
         return {}
     call = partial(write, mask, behind(mask))
-    flags = [of_tokens(each, keys) for each in sorted(seen.flags, key=lambda each: each.source.name)]
-    seen_by_all = reduce(partial(call, aten.logical_and.default), flags) if flags else None
-    if seen_by_all is not None and seen[:3] == Seen()[:3]:
+    seen_by_all = _flags(call, seen, keys)
+    if seen_by_all is not None and seen[:3] == Seen()[:3] and not as_ids:
         return {"attn_mask": call(aten.unsqueeze.default, call(aten.unsqueeze.default, seen_by_all, 1), 1)}
-    ids = [of_tokens(*each) for each in zip(seen.ids, (rows, keys), strict=False)]
+    ids = [_of_tokens(call, *each) for each in zip(seen.ids, (rows, keys), strict=False)]
     ids = [call(aten._to_copy.default, each, dtype=torch.int64) for each in ids]
     if seen_by_all is not None:
         ids = [call(aten.mul.Scalar, each, 2) for each in ids]
@@ -413,6 +434,31 @@ def _tensors_of(mask: fx.Node, seen: Seen, rows: int, keys: int) -> dict[str, An
         zeros = ids or [call(aten.new_zeros.default, hidden, [1, rows])]
         ids = [zeros[0], call(aten.add.Tensor, ids[1], hidden) if ids else hidden]
     return {"q_ids": ids[0], "k_ids": ids[1]}
+
+
+def _of_tokens(call: Callable[..., fx.Node], token: Token, size: int) -> fx.Node:
+    """The tensor ``[.. size]`` of tokens."""
+    return call(aten.reshape.default, token.source, [token.source.meta["val"].numel() // size, size])
+
+
+def _flags(call: Callable[..., fx.Node], seen: Seen, keys: int) -> fx.Node | None:
+    """Whether a key ``[b t]`` has all flags."""
+    flags = [_of_tokens(call, each, keys) for each in sorted(seen.flags, key=lambda each: each.source.name)]
+    return reduce(partial(call, aten.logical_and.default), flags) if flags else None
+
+
+def _alone(mask: fx.Node, seen: Seen, rows: int, keys: int) -> fx.Node:
+    """Whether a query ``[b s]`` sees no key, counted by a sum over the keys before its last one."""
+    call = partial(write, mask, behind(mask))
+    known = _flags(call, seen, keys) or call(aten.new_ones.default, mask, [1, keys], dtype=torch.bool)
+    count = call(aten.cumsum.default, call(aten._to_copy.default, known, dtype=torch.int64), 1)
+    count = call(aten.constant_pad_nd.default, count, [1, 0])
+    left, right = seen.window or (rows, 0 if seen.causal else keys)
+    of_ends = []
+    for first in (min(right, 0 if seen.causal else right) + 1, -left):
+        ends = call(aten.arange.start, first, first + rows, device=mask.meta["val"].device)
+        of_ends.append(call(aten.index_select.default, count, 1, call(aten.clamp.default, ends, 0, keys)))
+    return call(aten.eq.Tensor, *of_ends)
 
 
 def _sides(conditions: Iterable[Affine]) -> tuple[int | None, int | None] | None:
@@ -437,19 +483,49 @@ def _write(node: fx.Node, bound: dict[str, Any]) -> None:
     """Write a call: as our op, where only that has an argument which it needs."""
     if not bound["enable_gqa"]:
         bound |= _grouped(bound)
+    for how in ("filled", "added"):
+        if (alone := bound.pop(how, None)) is not None:
+            _add_mean(node, bound, alone, how)
     if not any(bound.get(name) not in (None, [], 0.0) for name in NAMED):
         tensors = tuple(bound[name] for name in ("query", "key", "value"))
         node.args = (*tensors, bound["attn_mask"], bound["dropout_p"], bound["is_causal"])
         node.kwargs = {"scale": bound["scale"], "enable_gqa": bound["enable_gqa"]}
         return
+    node.replace_all_uses_with(_called(node, bound))
+    node.graph.erase_node(node)
+
+
+def _called(node: fx.Node, bound: Mapping[str, Any]) -> fx.Node:
+    """The result of our op, before a node of such a result."""
     given, named = in_order(attention, by_our_names(ATTENTION, (), bound))
     made = node.meta["val"]
     with node.graph.inserting_before(node):
         call = node.graph.call_function(attention, given, named)
         out = node.graph.call_function(operator.getitem, (call, 0))
     call.meta, out.meta = {**node.meta, "val": (made, made.new_empty(made.shape[:3]))}, node.meta
-    node.replace_all_uses_with(out)
-    node.graph.erase_node(node)
+    return out
+
+
+def _add_mean(node: fx.Node, bound: Mapping[str, Any], alone: fx.Node, how: str) -> None:
+    """Add the mean of all values to the zeros of queries ``alone`` that see no key.
+
+    Of scores that are filled these are values alone. Where a number is added to them, they have no part in the value
+    of the softmax, but in its gradient: this is flat attention.
+    """
+    call, value = partial(write, node, node), bound["value"]
+    if how == "filled":
+        mean = call(aten.mean.dim, value, [2], True)
+        times = node.meta["val"].shape[1] // value.meta["val"].shape[1]
+        mean = call(aten.repeat_interleave.self_int, mean, times, 1) if times > 1 else mean
+        rows = call(aten.unsqueeze.default, call(aten.unsqueeze.default, alone, 1), 3)
+        mean = call(aten.where.ScalarOther, rows, mean, 0.0)
+    else:
+        ids = call(aten._to_copy.default, alone, dtype=torch.int64)
+        ones = call(aten.new_ones.default, ids, [1, value.meta["val"].shape[2]])
+        flat: dict[str, Any] = {"attn_mask": None, "is_causal": False, "window": [], "relative_bias": None}
+        mean = _called(node, {**bound, **flat, "q_ids": ids, "k_ids": ones, "flat": True})
+    total = write(node, node.next, aten.add.Tensor, node, mean)
+    node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
 
 
 def _is_seen(lowest: float, added: float) -> bool | None:

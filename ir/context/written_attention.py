@@ -37,11 +37,12 @@ Dims = tuple[fx.Node, str]
 
 
 class Hidden(NamedTuple):
-    """A fill of scores by a number, where a condition is true, or false."""
+    """A fill of scores by a number, where a condition is true, or false; or of a mask that is added to them."""
 
     condition: fx.Node
     number: float
     unless: bool = False
+    is_added: bool = False
 
 
 @dataclass(frozen=True)

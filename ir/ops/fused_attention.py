@@ -32,7 +32,7 @@ from .computing.library import LIBRARY, define
 from .context.attention_kernels import backward_by, dense_rows, forward_by, kernel_for, laid_like
 from .context.causal_rows import backward_from, forward_from, seen_mask
 from .context.plain_attention import Given, drawn, gradient_of_sinks, wide, with_sinks
-from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, own_rows, tiles
+from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, none_seen, own_rows, tiles
 
 NAMED = "window", "q_ids", "k_ids", "softcap", "sinks", "relative_bias", "flat"
 """The arguments that graphs give by name: what queries see, and how scores are changed."""
@@ -94,6 +94,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
         out, logsumexp = attention(q, k, v, mask, causal, scale, *rest)
         out, logsumexp = with_sinks(out, logsumexp, sinks)
         return laid_like(out, q) if out.shape == q.shape else out.contiguous(), logsumexp
+    if flat and none_seen(ids):
+        out, logsumexp = _like_forward(q, k, v)
+        return out.zero_(), logsumexp.zero_()
     if _by_tiles(window, ids, softcap, bias, flat):
 
         def one(tile: QueryTile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,6 +133,9 @@ def attention_backward(
         grads: tuple[Tensor, ...] = attention_backward(grad, q, k, v, out, logsumexp, *rest)
         grad, out, logsumexp = (own_rows((each, k, v), draw[2], rows)[0] for each in (grad, out, logsumexp))
         return *grads[:4], gradient_of_sinks(grad, out, logsumexp, sinks), grads[5]
+    if flat and none_seen((q_ids, k_ids)):
+        grads = _like_backward(grad, q, k, v, out, logsumexp, mask, *how)
+        return tuple(each.zero_() for each in grads)
     if _by_tiles(window, (q_ids, k_ids), softcap, bias, flat):
 
         def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:

@@ -29,6 +29,7 @@ class Written(nn.Module):
         self.sinks, self.bias = nn.Parameter(torch.randn(H, dtype=F64)), nn.Parameter(torch.randn(H, T, T, dtype=F64))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.x = x
         q, k, v = (each.unflatten(-1, (H, E)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
         return x + self.attend(self, q, k, v).mean(1) + self.sinks.mean() + self.bias.mean()
 
@@ -163,6 +164,71 @@ def test_written_attention_becomes_the_op(name: str) -> None:
     pm, model, x = parallel(attend)
     assert [said(node) for node in attentions(pm)] == [expected]
     check_step(pm, model, squares, (x,), bound=1e-7 if "32" in name else 1e-12)
+
+
+def kept(m: Any) -> Tensor:
+    """Of which keys are kept, the first ones of the first sample not."""
+    return m.x.sum(-1)[:, None, None, :] > 0
+
+
+def lowest(seen: Tensor) -> Tensor:
+    return torch.zeros((), dtype=F64).where(seen, LOWEST)
+
+
+def near() -> Tensor:
+    apart = torch.arange(T)[:, None] - torch.arange(T)
+    return (apart >= 0) & (apart < 2)
+
+
+ALONE: dict[str, tuple[Callable[..., Tensor], list[str]]] = {
+    "added, causal": (
+        lambda m, q, k, v: (scores(q, k) + lowest(~hidden() & kept(m))).softmax(-1) @ v,
+        ["causal ids", "full ids flat"],
+    ),
+    "added, a window and a soft cap": (
+        lambda m, q, k, v: (tanh(scores(q, k), 2.0) + lowest(near() & kept(m))).softmax(-1) @ v,
+        ["causal 1 0 softcap=2.0 ids", "full softcap=2.0 ids flat"],
+    ),
+    "added, of keys alone": (
+        lambda m, q, k, v: (scores(q, k) + lowest(kept(m).expand(B, 1, T, T))).softmax(-1) @ v,
+        ["full dense [2, 1, 1, 7]", "full ids flat"],
+    ),
+    "added, by place": (
+        lambda m, q, k, v: (scores(q, k) + lowest(torch.ones(T, T, dtype=torch.bool).tril(-1))).softmax(-1) @ v,
+        ["full 6 -1", "full ids flat"],
+    ),
+    "filled, causal": (
+        lambda m, q, k, v: torch.where(~hidden() & kept(m), scores(q, k), LOWEST).softmax(-1) @ v,
+        ["causal ids"],
+    ),
+    "filled, behind a bias": (
+        lambda m, q, k, v: (scores(q, k) + m.bias).masked_fill(~(near() & kept(m)), LOWEST).softmax(-1) @ v,
+        ["causal 1 0 dense [1, 4, 7, 7] ids"],
+    ),
+    "added in front of a bias": (
+        lambda m, q, k, v: (scores(q, k) + lowest(~hidden() & kept(m)) + m.bias).softmax(-1) @ v,
+        [],
+    ),
+    "by two numbers": (
+        lambda m, q, k, v: (scores(q, k) + lowest(~hidden()) / 4 + lowest(kept(m)) / 4).softmax(-1) @ v,
+        [],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_query_that_sees_no_key_gets_the_mean_of_all_values(name: str) -> None:
+    attend, expected = ALONE[name]
+    torch.manual_seed(0)
+    model, x = Written(attend), torch.randn(B, T, E, dtype=F64)
+    x[0, :3] -= 9
+    hints = sx.Hints(args=(x,), loss=squares, specs={"args.0": "-, cp, -"})
+    pm = sx.parallelize(model, sx.Mesh(cp=2), hints, virtual=True)
+    made = [
+        f"{said(node)}{' ids' * ('q_ids' in node.kwargs)}{' flat' * ('flat' in node.kwargs)}" for node in attentions(pm)
+    ]
+    assert sorted(made) == sorted(expected)
+    check_step(pm, model, squares, (x,), bound=1e-12)
 
 
 def twice(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ..computing.library import Ints, define
 from ..fused_attention import BACKWARD, DEFAULTS, DRAW, HOW, attention, attention_backward
 from .attention_kernels import dense_rows
 from .plain_attention import Given, gradient_of_sinks, wide, with_sinks
-from .window_tiles import EVERY, QueryTile, backward_by_tiles, forward_by_tiles, seen_pairs, tiles
+from .window_tiles import EVERY, QueryTile, backward_by_tiles, forward_by_tiles, none_seen, seen_pairs, tiles
 
 STEP = "int shift=0, int[] place=[]"
 """``place`` says where a rank stands: the number of all blocks, the first of its queries, the first of its keys."""
@@ -147,6 +147,8 @@ def attention_step(
     total = q.new_zeros(size, dtype=dtype) if out is None else out.to(dtype, copy=True)
     rows = q.new_full(size[:5], -torch.inf, dtype=dtype) if logsumexp is None else logsumexp.clone()
     for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids, bias):
+        if flat and none_seen(own_ids):
+            continue
         x, y, z = dense_rows(*(each[at].flatten(2, 3) for each, at in ((q, own), (k, keys), (v, keys))))
         if part.box:
             of_part = tiles(x, y, causal, part.box, window, own_ids, bias=bias)
@@ -203,6 +205,8 @@ def attention_step_backward(
     more = q.new_empty(0 if bias is None else bias.shape, dtype=wide(q.dtype)).zero_()
     grads = [each.new_zeros(each.shape, dtype=wide(q.dtype)) for each in _like_step_backward(grad, q, k, v)[:3]]
     for own, keys, part, own_ids in _blocks(q, shift, place, mask, p, causal, window, ids, bias):
+        if flat and none_seen(own_ids):
+            continue
         at = own, own, own, keys, keys
         given = (each[where].flatten(2, 3) for each, where in zip((grad, out, q, k, v), at, strict=True))
         of_rows, result, x, y, z = dense_rows(*given)
