@@ -79,6 +79,17 @@ def in_order(op: Any, bound: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[s
     return positional(op, {name: arg for name, arg in bound.items() if name not in named}), named
 
 
+def wanted_gradients(bound: Mapping[str, Any], forward: Mapping[str, Any], types: Sequence[Any]) -> list[Any]:
+    """The types of the gradients of attention: of the mask and the relative bias if asked for, of sinks if there are
+    any; None for the others."""
+    biases = (forward[name] for name in ("mask", "relative_bias"))
+    of_mask, of_bias = (
+        bound.get("of_mask") and bias is not None and bias.type.dtype.is_floating_point for bias in biases
+    )
+    wanted = of_mask, forward["sinks"] is not None, of_bias
+    return [*types[:3], *(type if each else None for type, each in zip(types[3:] or [None] * 3, wanted, strict=True))]
+
+
 def count_of_seen(op: Any, count: Callable[..., Any]) -> Callable[..., Any]:
     """The part of a count that a causal mask or a window leaves of all pairs of queries and keys; of some rows of
     queries, of which nobody says which, as many as of those in the middle: the mean."""

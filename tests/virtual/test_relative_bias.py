@@ -96,6 +96,44 @@ CASES: dict[str, tuple[sx.Mesh, dict[str, Any], int]] = {
 }
 
 
+class Mixed(Biased):
+    """Beside a table, numbers that are trained for each pair of places, and a mask that is no predicate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.Parameter(torch.randn(18, 18, dtype=F64))
+
+    def bias(self, rows: Tensor, columns: Tensor) -> Tensor:
+        near = self.table((columns - rows).clamp(-2, 2) + 2).permute(2, 0, 1)
+        either = (columns <= rows).logical_or(columns % 3 == 0)
+        return (near + self.pairs).masked_fill(~either, -torch.inf)
+
+
+class MixedBool(Mixed):
+    """The same with weights that are written out, and a mask of booleans beside them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+        places = torch.arange(x.shape[1])
+        apart = places[None, :] - places[:, None]
+        either = (apart <= 0).logical_or(places % 3 == 0)
+        scores = (q @ k.mT + self.table(apart.clamp(-2, 2) + 2).permute(2, 0, 1)).masked_fill(~either, -torch.inf)
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+@pytest.mark.parametrize("kind", [Mixed, MixedBool])
+def test_a_relative_bias_beside_a_dense_mask_matches_single_device(kind: type[Mixed]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(2, 18, DIM, dtype=F64)
+    pm = sx.parallelize(model, sx.Mesh(cp=2), sx.Hints(args=(x,), loss=squares, specs=ROWS), virtual=True)
+    check_step(pm, model, squares, (x,), bound=1e-12)
+    (node,) = attentions(pm)
+    assert "relative_bias" in node.kwargs and argument(node, "mask").shape[-2:] == (18, 18)
+    assert (argument(node, "mask").type.dtype is torch.bool) is (kind is MixedBool)
+
+
 def squares(out: Tensor) -> Tensor:
     return out.square().mean()
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardfx.ir.builder import GraphBuilder, types_of
-from shardfx.ir.context.attention_masks import by_our_names, in_order
+from shardfx.ir.context.attention_masks import by_our_names, in_order, wanted_gradients
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Value, op_name
 from shardfx.ir.ops.computing.grouped_product import grouped_mm, grouped_outer
@@ -213,15 +213,8 @@ def _attention_backward(
         raise Error("a gradient of attention stands apart from its forward", where=str(builder.where), got=str(op))
     drawn = with_defaults(attention, forward.args, forward.kwargs)
     bound |= {name: drawn[name] for name in ("p", "seed", "number", "box")}
-    wanted = bound.get("of_mask")
-    asked = (
-        wanted and bound["mask"] is not None,
-        drawn["sinks"] is not None,
-        wanted and drawn["relative_bias"] is not None,
-    )
-    kept = [*types[:3], *(type if each else None for type, each in zip(types[3:] or (None,) * 3, asked, strict=True))]
     given, named = in_order(attention_backward, bound)
-    return builder.add(attention_backward, given, kept, **named)
+    return builder.add(attention_backward, given, wanted_gradients(bound, drawn, types), **named)
 
 
 def _nll(builder: GraphBuilder, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], types: Any) -> Any:
