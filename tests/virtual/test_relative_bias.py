@@ -3,12 +3,14 @@ parallelism, without a value of queries times keys; compared with one device."""
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 import shardfx as sx
 from shardfx.ir.graph import Node
@@ -156,3 +158,61 @@ def test_attention_with_a_relative_bias_matches_single_device(kind: type[Biased]
     assert node.kwargs["relative_bias"].shape == (HEADS, 2 * length - 1)
     assert [argument(node, "causal"), node.kwargs.get("window")] == [kind.causal, [3, 3] if kind is Near else None]
     assert largest(pm.captured, length) == largest(pm.planned, length) == 0
+
+
+def moved(node: fx.Node) -> None:
+    """The rank's rows one place further."""
+    name = "box" if "box" in node.kwargs else "place"
+    node.update_kwarg(name, [number + (at in (1, 2)) for at, number in enumerate(node.kwargs[name])])
+
+
+def flipped(node: fx.Node) -> None:
+    bias = node.kwargs["relative_bias"]
+    with node.graph.inserting_before(node):
+        node.update_kwarg("relative_bias", node.graph.call_function(torch.ops.aten.flip.default, (bias, [1])))
+
+
+def without(node: fx.Node) -> None:
+    node.kwargs = {name: each for name, each in node.kwargs.items() if name != "relative_bias"}
+
+
+def flat(node: fx.Node) -> None:
+    node.update_kwarg("flat", True)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+@pytest.mark.parametrize("change", [moved, flipped, without, flat])
+@pytest.mark.parametrize("case", ["rows", "ring"])
+def test_damaged_attention_with_a_relative_bias_is_refused(case: str, change: Callable[[fx.Node], None]) -> None:
+    mesh, specs, length = CASES[case]
+    model, x = Buckets(), torch.randn(2, length, DIM, dtype=F64)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    assert pm.verify()
+    calls = [node.name for node in pm.rank_module(1).graph.nodes if "shardfx.attention" in str(node.target)]
+    assert len(calls) == (2 if case == "rows" else 6)
+    for name in calls:
+        changed = pm.rank_module(1)
+        change(next(node for node in changed.graph.nodes if node.name == name))
+        changed.recompile()
+        assert not pm.verify(modules={1: changed}), name
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore::shardfx.ShardfxWarning")
+def test_a_gradient_of_a_relative_bias_without_a_step_is_refused() -> None:
+    mesh, specs, length = CASES["ring"]
+    model, x = Buckets(), torch.randn(2, length, DIM, dtype=F64)
+    pm = sx.parallelize(model, mesh, sx.Hints(args=(x,), loss=squares, specs=specs), virtual=True)
+    changed = pm.rank_module(1)
+    parts = [
+        node
+        for node in changed.graph.nodes
+        if node.target is operator.getitem
+        and node.args[1] == 4
+        and "attention_step_backward" in str(node.args[0].target)
+    ]
+    assert len(parts) == 3
+    parts[1].replace_all_uses_with(parts[0])
+    changed.recompile()
+    assert not pm.verify(modules={1: changed})
