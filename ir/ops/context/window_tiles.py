@@ -48,7 +48,7 @@ def none_seen(ids: Sequence[Given]) -> bool:
     """Whether no query has the id of a key; False, where that cannot be asked."""
     if ids[0] is None or ids[1] is None or (ids[0].is_cuda and torch.cuda.is_current_stream_capturing()):
         return False
-    return not bool(torch.isin(ids[0], ids[1]).any())
+    return not bool(torch.isin(ids[0].flatten(), ids[1].flatten()).any())
 
 
 def reach(causal: bool, window: Ints) -> tuple[int, int]:
