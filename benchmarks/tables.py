@@ -4,7 +4,7 @@
 
 A DLRM (examples/dlrm.py) of three tables of 64 columns in float32, with sparse gradients and one id of each table for a
 sample. Bytes are those of all collectives but the all-reduces of the MLPs' gradients; beside them the formula: ids (of
-8 bytes) to all ranks, and rows there and back. With ``--run`` a step runs on virtual ranks, with tables of at most
+4 bytes) to all ranks, and rows there and back. With ``--run`` a step runs on virtual ranks, with tables of at most
 100,000 rows (the bytes do not depend on it), and what is sent is counted. Aim: within 5 % of the formula, and a peak of
 at most 1.25 x the shards of the tables and their states.
 """
@@ -38,7 +38,7 @@ STEPS: dict[str, tuple[Any, int]] = {
 
 def formula(by: str, batch: int, ranks: int) -> float:
     """The bytes that a rank sends."""
-    ids, rows = batch * 8, batch * COLUMNS * 4
+    ids, rows = batch * 4, batch * COLUMNS * 4
     return TABLES * (ranks - 1) / ranks * (ids + 2 * rows * (1 if by == "rows" else 1 / ranks))
 
 

@@ -21,7 +21,9 @@ from typing import ClassVar
 import torch
 
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.ops.computing.table_ids import GRADIENT, LARGEST, LOOKUP, narrow_ids
 from shardfx.ir.ops.traits import is_cast
+from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
 from shardfx.ir.spec import Spec
 
@@ -30,7 +32,6 @@ from .sharding.seeds import as_used, strip
 from .update_placement import as_made
 
 aten = torch.ops.aten
-LOOKUP, GRADIENT = aten.embedding.default, aten.embedding_dense_backward.default
 TABLE = ("v", "d")
 """The factors of the table's dims in the rules of both."""
 SUMMED = (aten.sum.dim_IntList, GRADIENT, aten.masked_fill.Scalar, aten.mul.Tensor)
@@ -47,12 +48,12 @@ class EmbeddingTables(Pass):
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
     def run(self, graph: Graph, context: PassContext) -> bool:
-        users, found = graph.users(), list[_StoredTable]()
-        for inp in graph.of_kind(InputKind.PARAMETER):
-            table = _stored_table(graph, inp, users)
-            if table is not None and table.sends_less:
-                table.place(context)
-                found.append(table)
+        users = graph.users()
+        known = [_stored_table(graph, inp, users) for inp in graph.of_kind(InputKind.PARAMETER)]
+        found = [table for table in known if table is not None and table.sends_less]
+        _narrow(graph, found, context)
+        for table in found:
+            table.place(context)
         for text in dict.fromkeys(table.stored.hinted_by for table in found):
             names = [table.name for table in found if table.stored.hinted_by == text]
             tables = f"{names[0]} is" if len(names) == 1 else f"{len(names)} tables are"
@@ -146,6 +147,25 @@ class _StoredTable:
         return chain[:best][::-1]
 
 
+def _narrow(graph: Graph, tables: Sequence[_StoredTable], context: PassContext) -> None:
+    """Send ids in 32 bits: those that are gathered."""
+    rewriter, users = Rewriter(graph, context.rules), dict[Value, list[Node]]()
+    sizes: dict[Value, int] = {}
+    for table in tables:
+        for node in (node for node in (*table.forward, *table.backward) if node.op in (LOOKUP, GRADIENT)):
+            ids, spec = node.operands[1], table.stored.spec
+            gathered = ids.spec is not None and spec is not None and {*ids.spec.axes} & {*spec.axes}
+            if ids.type.dtype is torch.int64 and gathered and table.stored.shape[0] < LARGEST:
+                users.setdefault(ids, []).append(node)
+                sizes[ids] = max(sizes.get(ids, 0), table.stored.shape[0])
+    for ids, size in sizes.items():
+        made = rewriter.call(narrow_ids, ids, size, like=users[ids][0], why="ids are sent in 32 bits")
+        first = min(users[ids], key=graph.nodes.index)
+        rewriter.replace(ids, rewriter.before(first, made).outs[0], users=users[ids])
+    if rewriter.apply():
+        graph.rename()
+
+
 def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]]) -> _StoredTable | None:
     """The table that a parameter is; None where it is none, is used otherwise, or stored over no data axis."""
     value = inp.value
@@ -160,7 +180,7 @@ def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]
     looked_up = uses and any(node.op is LOOKUP for node in forward)
     plain = not any(each.parts for each in spec.dims)
     fits = looked_up and makes and plain
-    return _StoredTable(inp.name, value, tuple(forward), (*backward, *_counts(new, spec)), users) if fits else None
+    return _StoredTable(inp.name, value, tuple(forward), (*backward, *_counts(new)), users) if fits else None
 
 
 def _uses(value: Value, users: Mapping[Value, Sequence[Node]]) -> Iterator[Node]:
@@ -181,10 +201,9 @@ def _makers(values: Iterable[Value]) -> Iterator[Node]:
             yield node
 
 
-def _counts(values: Sequence[Value], stored: Spec) -> Iterator[Node]:
-    """The nodes that say in a step which rows were looked up (:mod:`shardfx.ir.capture.optimizer.sparse_rows`), of a
-    table that is stored by rows."""
-    for value in values if stored.dims[0].axes else ():
+def _counts(values: Sequence[Value]) -> Iterator[Node]:
+    """The nodes that say in a step which rows were looked up (:mod:`shardfx.ir.capture.optimizer.sparse_rows`)."""
+    for value in values:
         while value.node is not None and value.node.op is aten.where.self:
             mask, value = value.node.operands[:2]
             yield from _makers([mask] if mask.shape[1:] == (1,) else [])

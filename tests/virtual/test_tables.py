@@ -15,8 +15,11 @@ from torch import Tensor, nn, optim
 
 import shardfx as sx
 from tests.collective_counts import count_collectives
+from tests.damage_tables import LOOKUPS, STEPS
+from tests.mutants import Programs
 from tests.reference import check_step
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 DLRM = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "dlrm.py"))
 ROWS, BATCH = (300, 161, 97), 24
 SPECS = {"args.*": "dp, -", "targets.0": "dp"}
@@ -77,7 +80,6 @@ SPARSE: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients_step_touched_rows_as_on_one_device(name: str, ranks: int) -> None:
@@ -199,7 +201,7 @@ def test_a_step_sends_what_the_formula_says_and_holds_no_table(tables: dict[str,
         pm.step(dense, ids, labels)
     sent = sum(count.nbytes for (kind, _), count in counts.items() if "all_reduce" not in kind)
     of_rows = 2 * 32 * dim * 8 / (1 if tables is BY_ROWS else ranks)
-    assert sent == pytest.approx(3 * (ranks - 1) / ranks * (32 * 8 + of_rows), rel=0.05)
+    assert sent == pytest.approx(3 * (ranks - 1) / ranks * (32 * 4 + of_rows), rel=0.05)
     assert pm.memory().peak <= 1.25 * sum(rows) * dim * 8 / ranks
 
 
@@ -247,3 +249,20 @@ def test_a_table_of_few_rows_is_gathered() -> None:
     hints = sx.Hints(args=(ids,), loss=squares, specs={"args.0": "dp", "weight": "dp, -"})
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     assert not pm.planned.notes and pm.verify()
+
+
+@pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
+def test_damaged_lookups_and_steps_of_rows_are_refused(tables: dict[str, str]) -> None:
+    pm, _ = plan(2, tables, sparse=True, optimizer=SPARSE["Adagrad"])
+    tried = set[str]()
+    for mutations, as_they_run in ((LOOKUPS, False), (STEPS, True)):
+        programs = Programs.of(pm, as_they_run)
+        for mutation in mutations:
+            for place, changed in programs.damaged(mutation, 2):
+                tried.add(mutation.name)
+                try:
+                    refused = not pm.verify({rank: program.module() for rank, program in changed.items()})
+                except sx.Error:
+                    refused = True
+                assert refused, f"{mutation.name} at {place}"
+    assert len(tried) == (12 if tables is BY_ROWS else 9), tried

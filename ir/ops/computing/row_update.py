@@ -75,9 +75,9 @@ def _named_rows(indices: Mapping[int, Tensor], size: int) -> tuple[Tensor, dict[
     """The rows that some indices name, each once, and the place of each index among them."""
     flat = torch.cat([each.reshape(-1) for each in indices.values()])
     if isinstance(flat, FakeTensor):  # as many as there may be
-        rows, inverse = flat.new_empty(min(flat.numel(), size)), torch.empty_like(flat)
+        rows, inverse = torch.empty_like(flat[:size], dtype=torch.int64), torch.empty_like(flat, dtype=torch.int64)
     else:
-        rows, inverse = torch.unique(flat, return_inverse=True)
+        rows, inverse = torch.unique(flat.long(), return_inverse=True)
     parts = inverse.split([each.numel() for each in indices.values()])
     return rows, {number: part.view(each.shape) for (number, each), part in zip(indices.items(), parts, strict=True)}
 

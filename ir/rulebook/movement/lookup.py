@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfx.ir.graph import Node, Value
+from shardfx.ir.ops.computing.table_ids import narrow_ids
 from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, packed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import Emit, add_once, mine, nothing, others_zero
@@ -251,6 +252,7 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0",
         local=embedding_backward_local,
     ),
+    rule(narrow_ids, "n.. -> n.."),
     rule(aten.gather.default, gather, linear="0", local=own_part(2)),
     rule(aten.index.Tensor, index_tensor, linear="0", moves_only=True),
     rule(aten.index_select.default, "d.. v@dim!, ~i -> d.. i@dim", linear="0"),

@@ -23,6 +23,7 @@ from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_n
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike, argument_key, type_of
+from shardfx.ir.ops.computing.table_ids import wide_ids
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.rules.book import RuleBook
@@ -90,7 +91,7 @@ class Terms:
 
     def apply(self, node: Node, term: Callable[[Value], int]) -> tuple[int | None, ...]:
         """The terms of a node's results, its operands being ``term`` of them."""
-        op = SAME.get(node.op, node.op)
+        op, term = SAME.get(node.op, node.op), wide_ids(node, term)
         operands = [term(v) for v in node.operands]
         types = [None if v is None else v.type for v in node.results]
         if is_sum(node):
