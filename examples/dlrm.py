@@ -1,11 +1,9 @@
-"""A recommendation model (DLRM): embedding tables sharded over the ranks of the batch.
+"""A recommendation model (DLRM, Naumov et al., 2019): embedding tables sharded over the ranks of the batch.
 
 python examples/dlrm.py                                   # train on four virtual ranks, in this process
 shardfx plan examples/dlrm.py:make --mesh dp=4            # the cost of the plan, without running it
 
-Dense features go through an MLP, each categorical one through an embedding table; the products of all pairs of the
-resulting vectors, and the dense one, go through another MLP (Naumov et al., DLRM, 2019). The batch is sharded over dp,
-and so are the tables, the first by rows, the others by columns: ids and rows travel, never a table.
+The first table is sharded by rows, the others by columns: ids and rows travel, never a table.
 """
 
 from itertools import combinations, pairwise
@@ -17,21 +15,16 @@ from torch import Tensor, nn
 import shardfx as sx
 
 ROWS, DIM, DENSE, BATCH = (6000, 2000, 9000), 16, 13, 64
-MESH = sx.Mesh(dp=4)
-SPECS = {"args.*": "dp, -", "targets.0": "dp"}
-SPECS |= {"tables.0.weight": "dp, -", "tables.1.weight": "-, dp", "tables.2.weight": "-, dp"}
+SPECS = {"args.*": "dp, -", "targets.0": "dp", "tables.0.weight": "dp, -"}
+SPECS |= {"tables.1.weight": "-, dp", "tables.2.weight": "-, dp"}
 
 
 class DLRM(nn.Module):
-    """Tables of ``rows``, an MLP below and one above their interaction."""
-
-    def __init__(self, rows: tuple[int, ...] = ROWS, dim: int = DIM, dense: int = DENSE, sparse: bool = False) -> None:
+    def __init__(self, rows: tuple[int, ...] = ROWS, dim: int = DIM, sparse: bool = False) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(count, dim, sparse=sparse) for count in rows)
-        self.bottom = mlp(dense, 32, dim)
-        vectors = len(rows) + 1
-        self.top = mlp(dim + vectors * (vectors - 1) // 2, 32, 1)
-        self.first, self.second = ([pair[i] for pair in combinations(range(vectors), 2)] for i in (0, 1))
+        self.first, self.second = ([pair[i] for pair in combinations(range(len(rows) + 1), 2)] for i in (0, 1))
+        self.bottom, self.top = mlp(DENSE, 32, dim), mlp(dim + len(self.first), 32, 1)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
         x = self.bottom(dense)
@@ -41,12 +34,10 @@ class DLRM(nn.Module):
 
 
 def mlp(*sizes: int) -> nn.Sequential:
-    layers = [layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*[layer for pair in pairwise(sizes) for layer in (nn.Linear(*pair), nn.ReLU())][:-1])
 
 
 def batch(rows: tuple[int, ...] = ROWS, size: int = BATCH, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Dense features, an id of each table, and labels."""
     made = torch.Generator().manual_seed(seed)
     ids = torch.stack([torch.randint(0, count, (size,), generator=made) for count in rows], dim=1)
     return torch.randn(size, DENSE, generator=made), ids, torch.randint(0, 2, (size,), generator=made).float()
@@ -54,22 +45,14 @@ def batch(rows: tuple[int, ...] = ROWS, size: int = BATCH, seed: int = 0) -> tup
 
 def make() -> tuple[nn.Module, sx.Hints]:
     torch.manual_seed(0)
-    dense, ids, labels = batch()
-    hints = sx.Hints(
-        args=(dense, ids),
-        loss=F.binary_cross_entropy_with_logits,
-        targets=(labels,),
-        specs=SPECS,
-        optimizer=lambda params: torch.optim.Adagrad(params, lr=0.01),
-    )
-    return DLRM(), hints
+    (*args, labels), loss = batch(), F.binary_cross_entropy_with_logits
+    step = {"optimizer": lambda params: torch.optim.Adagrad(params, lr=0.01)}
+    return DLRM(), sx.Hints(args=tuple(args), loss=loss, targets=(labels,), specs=SPECS, **step)
 
 
 if __name__ == "__main__":
     model, hints = make()
-    pm = sx.parallelize(model, MESH, hints, virtual=True)
-    for number in range(3):
-        dense, ids, labels = batch(seed=number)
-        print(f"step {number}: loss {pm.step(dense, ids, labels).item():.4f}")
-    print(pm.verify())
-    print(pm.report())
+    pm = sx.parallelize(model, sx.Mesh(dp=4), hints, virtual=True)
+    for number in range(10):
+        print(f"step {number}  loss {pm.step(*batch(seed=number)).item():.5f}")
+    print(pm.verify(), pm.report(), sep="\n")

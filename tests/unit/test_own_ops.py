@@ -58,6 +58,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         "materialize": [(x.mT,)],
         "max_pool_tile": [(x, [3, 2], [2, 2], [1, 2], [-1, -1], [5, 4]), (x, [2, 2], [2, 1], [1, 1], *ROWS)],
         "max_pool_tile_backward": [(pooled, x, indices, *ROWS), (pooled, x, indices, [1, 0], [6, 5])],
+        "narrow_ids": [(torch.tensor([[0, 7], [2**40, -(2**40)]]), 7)],
         "no_share": [(x, [3, 2, 4], [2, 1], [torch.float64, torch.int64], [0.0, -1.0])],
         "batch_moments": [(x,), (x.bfloat16(),)],
         "rotate": [(x, 2, 1), (x[:, :, :2], 2, 1, [6, 2, 2, 1])],

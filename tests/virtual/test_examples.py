@@ -52,6 +52,12 @@ def test_the_gpt_trains_as_on_one_device(
     assert "proven: the ranks compute what the model computes" in printed and "reduce-scatter" in printed
 
 
+def test_the_dlrm_trains_and_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "dlrm.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "step 9  loss 0." in printed and "proven: the ranks compute what the model computes" in printed
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_fits_on_a_page(path: Path) -> None:
     assert len(path.read_text(encoding="utf-8").splitlines()) < 60

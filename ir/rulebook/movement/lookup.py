@@ -12,12 +12,13 @@ the gradient of a lookup may be sharded as the lookup is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.ops.computing.table_ids import narrow_ids
+from shardfx.ir.ops.computing.table_ids import GRADIENT, LOOKUP, narrow_ids
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, packed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import Emit, add_once, mine, nothing, others_zero
@@ -25,6 +26,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import Template, has_argument, template
 
 aten = torch.ops.aten
+Made = TypeVar("Made")
 
 
 def untouched(node: Node) -> ShardingRule:
@@ -241,6 +243,25 @@ def masked(node: Node, at: int) -> str:
 def added(emit: Emit) -> Any:
     """Add values to one rank's tensor; a maximum or minimum is taken of every rank's."""
     return add_once(emit) if adds(emit.node) else emit.call(emit.node.op, *emit.args, **emit.kwargs)
+
+
+def wide_ids(node: Node, of: Callable[[Value], Made]) -> Callable[[Value], Made]:
+    """What is ``of`` the operands of a node, where that is a lookup by narrow ids, or its gradient: of the ids
+    themselves."""
+    if node.op not in (LOOKUP, GRADIENT):
+        return of
+    rows: Any = node.operands[0].shape[0] if node.op is LOOKUP else node.args[2]
+
+    def wide(value: Value) -> Made:
+        source = value
+        while source.node is not None and isinstance(source.node.op, OwnOp):
+            source = source.node.operands[source.index]
+        if value is node.operands[1] and source.node is not None and source.node.op is narrow_ids:
+            ids, size = source.node.args
+            return of(ids if size >= rows else value)
+        return of(value)
+
+    return wide
 
 
 RULES: tuple[RuleEntry, ...] = (

@@ -23,9 +23,9 @@ from shardfx.ir.graph import Graph, Node, Output, OutputKind, Value, Where, op_n
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike, argument_key, type_of
-from shardfx.ir.ops.computing.table_ids import wide_ids
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
+from shardfx.ir.rulebook.movement.lookup import wide_ids
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justified, small
