@@ -63,6 +63,7 @@ TABLES = (
     "passes/rank/touched_rows.py",
     "ir/ops/computing/row_update.py",
     "ir/ops/computing/table_ids.py",
+    "ir/rulebook/movement/narrow_ids.py",
 )
 """The files of embedding tables in folders of other parts."""
 PARTS = (

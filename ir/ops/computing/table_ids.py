@@ -5,7 +5,7 @@
 
 An id beyond the table stays beyond it, whatever it was, so that its lookup is the same error. So of a table of at most
 as many rows a lookup by narrow ids is that by the ids themselves, and its gradient is, too: ``wide_ids`` says so to the
-proof (:mod:`shardfx.ir.rulebook.movement.lookup`). Needs torch alone.
+proof (:mod:`shardfx.ir.rulebook.movement.narrow_ids`). Needs torch alone.
 """
 
 from __future__ import annotations

@@ -12,13 +12,11 @@ the gradient of a lookup may be sharded as the lookup is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.ops.computing.table_ids import GRADIENT, LOOKUP, narrow_ids
-from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rulebook.dims import argument, at_dim, checked, given_tensors, packed, words
 from shardfx.ir.rules.book import RuleEntry, replicated, rule
 from shardfx.ir.rules.local import Emit, add_once, mine, nothing, others_zero
@@ -26,7 +24,6 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.rules.template import Template, has_argument, template
 
 aten = torch.ops.aten
-Made = TypeVar("Made")
 
 
 def untouched(node: Node) -> ShardingRule:
@@ -245,25 +242,6 @@ def added(emit: Emit) -> Any:
     return add_once(emit) if adds(emit.node) else emit.call(emit.node.op, *emit.args, **emit.kwargs)
 
 
-def wide_ids(node: Node, of: Callable[[Value], Made]) -> Callable[[Value], Made]:
-    """What is ``of`` the operands of a node, where that is a lookup by narrow ids, or its gradient: of the ids
-    themselves."""
-    if node.op not in (LOOKUP, GRADIENT):
-        return of
-    rows: Any = node.operands[0].shape[0] if node.op is LOOKUP else node.args[2]
-
-    def wide(value: Value) -> Made:
-        source = value
-        while source.node is not None and isinstance(source.node.op, OwnOp):
-            source = source.node.operands[source.index]
-        if value is node.operands[1] and source.node is not None and source.node.op is narrow_ids:
-            ids, size = source.node.args
-            return of(ids if size >= rows else value)
-        return of(value)
-
-    return wide
-
-
 RULES: tuple[RuleEntry, ...] = (
     rule(aten.embedding.default, "v d, n.. -> n.. d", linear="0", local=own_part(1, rows=True)),
     # Where gradients are divided by how often an index occurs, n is replicated.
@@ -273,7 +251,6 @@ RULES: tuple[RuleEntry, ...] = (
         linear="0",
         local=embedding_backward_local,
     ),
-    rule(narrow_ids, "n.. -> n.."),
     rule(aten.gather.default, gather, linear="0", local=own_part(2)),
     rule(aten.index.Tensor, index_tensor, linear="0", moves_only=True),
     rule(aten.index_select.default, "d.. v@dim!, ~i -> d.. i@dim", linear="0"),

@@ -25,7 +25,7 @@ from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike, argument_key, type_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
-from shardfx.ir.rulebook.movement.lookup import wide_ids
+from shardfx.ir.rulebook.movement.narrow_ids import wide_ids
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justified, small
