@@ -19,6 +19,7 @@ from .base import Pass, PassContext, PassError, check_requires
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
 from .context_parallel import ContextParallel, RematerializeKeys
 from .embedding_tables import EmbeddingTables
+from .expert_parallel import ExpertParallel
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .sharding import BindHints, Propagate, Reassociate, SumPlacement
 from .space import Spatial
@@ -26,7 +27,8 @@ from .stages import Loops, Pipeline
 from .unfold_repeats import UnfoldRepeats
 
 ORDER: tuple[type[Pass], ...] = (
-    *(BindHints, Propagate, ContextParallel, EmbeddingTables, Zero, CastPlacement, Reassociate, SumPlacement, Spatial),
+    *(BindHints, Propagate, ContextParallel, EmbeddingTables, ExpertParallel, Zero, CastPlacement, Reassociate),
+    *(SumPlacement, Spatial),
     *(DuplicateViews, Partition, UnfoldRepeats, Pipeline, Recompute, RematerializeGathers, RematerializeCasts),
     *(RematerializeKeys, TableRows, BucketComm, Loops, Order, Offload),
 )

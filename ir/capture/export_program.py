@@ -31,6 +31,7 @@ from .eager_comparison import Draws
 from .frontend.autograd_in_forward import OwnGradients, transforms_refused
 from .frontend.capture_errors import reject_unknown_shapes
 from .frontend.model_preparation import without_overlap
+from .frontend.routed_experts import experts_routed
 from .joint_graph import joint_graph
 from .model_and_loss import ModelAndLoss
 
@@ -61,7 +62,7 @@ def exported_of(program: ModelAndLoss, tensors: tuple[torch.Tensor, ...]) -> tor
     """The program as torch exports it."""
     known = len(program.assigned.names)
     inputs = tuple(map(without_overlap, tensors)) if program.guard else tensors
-    with with_real_tensors() if program.guard else nullcontext(), transforms_refused():
+    with with_real_tensors() if program.guard else nullcontext(), transforms_refused(), experts_routed(program.model):
         program.exported = True
         try:
             made: torch.fx.GraphModule = torch.export.export(program, inputs, strict=False).module(check_guards=False)

@@ -14,7 +14,7 @@ from shardfx.ir.registry import GRAPH_OPS
 
 aten = torch.ops.aten
 
-KINDS = ("attention", "shardfx.grouped_")
+KINDS = ("attention", "shardfx.grouped_", "shardfx.routed_")
 """Parts of the names of heavy ops that torch has no FLOP formula for."""
 
 

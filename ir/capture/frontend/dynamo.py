@@ -41,6 +41,7 @@ from ..model_and_loss import leaf_names
 from ..source_locations import LOSS, OWN, PREFIX, is_user_file
 from .loss_module import Rebound
 from .model_preparation import CODE, INSTALLED, Scopes, is_installed, marked, python_state_restored, quiet_fake_tensors
+from .routed_experts import experts_routed
 
 
 class TracedCall(NamedTuple):
@@ -236,10 +237,11 @@ def trace_call(
     fake_call = call._replace(args=args, kwargs=kwargs, targets=fakes.inputs(call.targets, None))
     as_they_are = compute.kept(model) if compute.dtype is not None else []
     with fakes.installed(model, loss), fakes.numbers(fake_call, changing), _tracing(changing), ExitStack() as stack:
+        routed = stack.enter_context(experts_routed(model))
         for module in as_they_are:
             stack.enter_context(as_it_is(module, compute.dtype or torch.float32))
         out = _captured(fake_call)
-        paths = [path for path, each in model.named_modules() if each in as_they_are]
+        paths = [path for path, each in model.named_modules() if each in as_they_are or each in routed]
         guards, guarded_numbers = _guards(out, changing, fakes, paths)
     graph: fx.GraphModule = out.backend_input.graph_module
     code = GeneratedCode(out)
@@ -656,7 +658,7 @@ def _guards(
     out: Any, changing: Collection[str], fakes: FakeWeights, kept: Collection[str]
 ) -> tuple[Any, tuple[str, ...]]:
     """The guards of a capture, and the texts of those of numbers. Left out are those of tensors that are inputs and
-    weights, or stand for numbers, and of the hooks that cast for modules that are kept in their dtype."""
+    weights, or stand for numbers, and of the hooks and ``forward`` of modules (``kept``) that traces alone have."""
     from torch._dynamo.utils import dynamo_timed
 
     placeholders = (n for n in out.backend_input.graph_module.graph.nodes if n.op == "placeholder")
@@ -665,8 +667,8 @@ def _guards(
     known |= {*changing}
 
     def wanted(guard: Guard) -> bool:
-        holder, hooks, _ = guard.name.partition("._forward_")
-        if hooks and kept and ".".join(re.findall(r"_modules\['([^']+)'\]", holder)) in kept:
+        holder, *called = CALLED.split(guard.name, maxsplit=1)
+        if called and kept and ".".join(re.findall(r"_modules\['([^']+)'\]", holder)) in kept:
             return False
         of_tensor = guard.create_fn_name() == "TENSOR_MATCH"
         return not (of_tensor and (guard.name in known or COMPARED_ELSEWHERE.search(guard.name)))
@@ -681,6 +683,7 @@ def _guards(
     return made.guard_manager, tuple(dict.fromkeys(filter(changing_number, texts)))
 
 
+CALLED = re.compile(r"\._forward_|\.forward\b")
 COMPARED_ELSEWHERE = re.compile(
     r"^L\['(args|kwargs|targets)'\](\[[^]]*\])*$|(_parameters|_buffers)\['\w+'\]$|_flat_weight\w+\[\d+\](\(\))?$"
 )

@@ -1,0 +1,336 @@
+"""expert-parallel: the rows of tokens by expert, and their dispatch to the ranks that have these experts.
+
+Propagation leaves products with the matrices of experts (:mod:`shardfx.ir.ops.experts.routed_product`) sharded as
+their tokens are, and gathers the matrices. This pass sorts the rows of each block of tokens by expert, once for all
+products and what is between them; where an axis shards experts it also shards parts of these rows, so that the tokens'
+blocks and the parts imply an all-to-all:
+
+    before   %9 = shardfx.routed_mm(%7, %w, %ids)           tokens [4096{ep}, 2, 64], matrices [8{ep}, 64, 96] gathered
+
+    after    %2 = shardfx.take_rows(%1, %slots)             rows [1, 4{ep}, 4, 2560, 64]: a block of each rank's tokens
+             %3 = aten.permute(%2, [0, 2, 1, 3, 4])         [1, 4{ep}, 4, 2560, 64]: a part of the experts; all-to-all
+             %5 = shardfx.take_rows(%4, %sources)           [4{ep}, 10240, 64], by expert
+             %6 = shardfx.parts_mm(%5, %w, %ends)           matrices [8{ep}, 64, 96]: none is sent
+             ...                                            and back again
+
+Each block has room for so many rows of a part, ``capacity`` times the mean: if a step has more, a flag is set, and the
+step runs again with more room (:data:`OVERFLOW`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, compound, project, without
+from shardfx.ir.graph import Graph, InputKind, Node, Value, substitute
+from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.experts.dispatch import expert_rows, expert_slots, parts_mm, parts_outer, take_rows
+from shardfx.ir.ops.experts.routed_product import routed_mm, routed_outer
+from shardfx.ir.rewriter import Rewriter
+from shardfx.ir.rules.strategy import factor_shardings, partial_operands
+from shardfx.ir.spec import TensorType
+
+from .base import SHARDED, Pass, PassContext, RuleCache
+
+aten = torch.ops.aten
+ROUTED = (routed_mm, routed_outer)
+CAPACITY = 1e9
+"""The room for rows that a block sends to a part of the experts, in times the mean."""
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Pass):
+    """Sort the rows of tokens by expert, and send them to the experts' ranks."""
+
+    name: ClassVar[str] = "expert-parallel"
+    requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
+
+    capacity: float = field(default=CAPACITY, metadata={"help": "room for rows of a part, in times the mean"})
+
+    def run(self, graph: Graph, context: PassContext) -> bool:
+        groups: dict[Value, list[Node]] = {}
+        for node in graph.nodes:
+            if node.op in ROUTED:
+                groups.setdefault(node.operands[2], []).append(node)
+        parameters = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
+        changed = False
+        for ids, nodes in groups.items():
+            made = RoutedRows(graph, context, ids, nodes, parameters, self.capacity)
+            if made.divides:
+                made.convert()
+                changed = True
+        if changed:
+            graph.rename()
+        return changed
+
+
+class RoutedRows:
+    """The rows of the tokens that share some ids, and all that is computed of them."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        context: PassContext,
+        ids: Value,
+        nodes: Sequence[Node],
+        parameters: set[Value],
+        capacity: float,
+    ) -> None:
+        self.graph, self.cache, self.mesh = graph, context.cache, graph.mesh
+        self.rewriter, self.users = Rewriter(graph, context.rules), graph.users()
+        self.ids, self.nodes = ids, nodes
+        self.count, self.each = ids.shape
+        self.experts = next(node.operands[1].shape[0] for node in nodes if node.op is routed_mm)
+        assert ids.spec is not None
+        self.tokens = ids.spec.dims[0]
+        known = [_axes_of(node.operands[1], parameters) for node in nodes if node.op is routed_mm]
+        axes = [axis for axis in max(known, key=len) if self._extent(axis) > 1]
+        d_axes = [axis for axis in self.tokens.axes if axis not in axes and self._extent(axis) > 1]
+        self.e_axes = [axis for axis in self.tokens.axes if axis in axes]
+        extent = self.mesh.extent
+        self.d, self.e, self.p = extent(d_axes), extent(self.e_axes), extent(axes)
+        self.of_d, self.of_e, self.of_p = (DimSharding(tuple(each)) for each in (d_axes, self.e_axes, axes))
+        held = [Part(self._extent(axis), (axis,) * (axis not in self.e_axes)) for axis in axes]
+        self.of_own = compound(held, self.mesh) if held else REPLICATED
+        """Of the parts, before they are sent: sharded where tokens are replicated."""
+        self.t = self.count // (self.d * self.e)
+        pairs = self.t * self.each
+        self.room = pairs if self.p == 1 else min(pairs, math.ceil(capacity * pairs / self.p))
+        self.rows: dict[Value, Value] = {}
+        """By a value of pairs of a token and an expert, its rows by expert."""
+
+    def _extent(self, axis: str) -> int:
+        return self.mesh.extent((axis,))
+
+    @property
+    def divides(self) -> bool:
+        """Whether all ranks have equally many tokens, and experts."""
+        parts = self.tokens.sub(self.count)
+        return all(part.size % self.mesh.extent(part.axes) == 0 for part in parts) and self.experts % self.p == 0
+
+    def convert(self) -> None:
+        """Convert all products, and what is computed of their rows alone."""
+        self._index(self.nodes[0])
+        inside, gradients = self._inside(), list[Value]()
+        for node in [each for each in self.graph.nodes if each in inside]:
+            if node.op is routed_mm:
+                x, w, _ = node.operands
+                self._place_matrices(w)
+                of = {"d": self.of_d, "p": self.of_p, **self._of(node)}
+                made = self._call(node, parts_mm, self._rows(x, node), w, self.ends, **of)
+                self.rows[node.outs[0]] = made
+            elif node.op is routed_outer:
+                x, y, _ = node.operands
+                of = {"d": self.of_d, "p": self.of_p, **self._of(node)}
+                args = self._rows(x, node), self._rows(y, node), self.ends, self.p
+                gradients.append(self._call(node, parts_outer, *args, **of))
+                self.rewriter.replace(node.outs[0], gradients[-1])
+            else:
+                self._row_wise(node)
+            self.rewriter.erase(node)
+        leaving = {output.value for output in self.graph.outputs}
+        for value in [value for value in self.rows if value.node in inside]:
+            if value in leaving or any(user not in inside for user in self.users[value]):
+                self.rewriter.replace(value, self._pairs(value))
+        self.rewriter.apply()
+        users = self.graph.users()
+        for value in gradients:
+            self._place_gradient(value, users)
+
+    # ---- which ops are computed by row ----------------------------------------------------------------------------
+
+    def _inside(self) -> set[Node]:
+        """The products, and the ops between them that work on each row alone."""
+        rows = {value for node in self.nodes for value in node.outs if node.op is routed_mm}
+        alone = set[Node]()
+        for node in self.graph.nodes:
+            if node not in self.nodes and self._is_row_wise(node, rows):
+                rows.update(node.outs)
+                alone.add(node)
+        inside = {*self.nodes}
+        for node in reversed(self.graph.nodes):
+            if node in alone and any(user in inside for value in node.outs for user in self.users[value]):
+                inside.add(node)
+        return inside
+
+    def _is_row_wise(self, node: Node, rows: set[Value]) -> bool:
+        """Whether an op computes each row of its results of one row of each operand."""
+        shape = (self.count, self.each)
+        if not node.outs or any(value.type.ndim < 3 or value.shape[:2] != shape for value in node.outs):
+            return False
+        if node.op is aten.full.default:
+            return True
+        tensors = [value for value in node.operands if value.type.ndim]
+        if not tensors or not rows.issuperset(tensors):
+            return False
+        rule = self.cache.rule(node)
+        dims = [each for value, each in zip(node.operands, rule.operands, strict=True) if value.type.ndim]
+        dims += [each for each in rule.results if each is not None]
+        lead = {each[:2] for each in dims}
+        barred = rule.replicated | rule.windows.keys() | rule.leaders
+        barred |= {factor for each in dims for dim in each[2:] for factor in dim}
+        return len(lead) == 1 and barred.isdisjoint(factor for dim in lead.pop() for factor in dim)
+
+    # ---- rows by expert --------------------------------------------------------------------------------------------
+
+    def _index(self, node: Node) -> None:
+        """The places of rows, by the ids."""
+        ids = self._blocks(self.ids, node)
+        outs = self._outs(node, expert_slots, ids, self.experts, self.p, self.room)
+        self.slots, self.places, counts = outs
+        self.of_tokens = self.slots
+        if self.each > 1:
+            self.of_tokens = self._call(node, aten.floor_divide.Scalar, self.slots, self.each)
+        outs = self._outs(node, expert_rows, counts, self.room, d=self.of_d, p=self.of_p)
+        self.sources, self.back, self.ends = outs
+
+    def _rows(self, value: Value, node: Node) -> Value:
+        """The rows of a value ``[n k h]``, or ``[n 1 h]``."""
+        if value in self.rows:
+            return self.rows[value]
+        each, width = value.shape[1:]
+        x = self._call(node, aten.reshape.default, self._blocks(value, node), [self.d, self.e, self.t * each, width])
+        index = self.slots if each == self.each else self.of_tokens
+        x = self._call(node, take_rows, x, index, b0=self.of_d, b1=self.of_e, m0=self.of_own)
+        if self.e > 1:
+            x = self._call(node, aten.permute.default, x, [0, 2, 1, 3, 4], at={1: self.of_p, 2: REPLICATED})
+        x = self._call(node, aten.reshape.default, x, [self.d * self.p, self.e * self.room, width])
+        if self.e > 1:
+            x = self._call(node, take_rows, x, self.sources)
+        self.rows[value] = x
+        return x
+
+    def _pairs(self, value: Value) -> Value:
+        """The rows of a value as ``[n k h]``."""
+        node, x, width = value.node, self.rows[value], value.shape[2]
+        assert node is not None
+        if self.e > 1:
+            x = self._call(node, take_rows, x, self.back)
+            x = self._call(node, aten.reshape.default, x, [self.d, self.p, self.e, self.room, width])
+            x = self._call(node, aten.permute.default, x, [0, 2, 1, 3, 4])
+        shape = [self.d, self.e, self.p * self.room, width]
+        own = compound([*self.of_own.sub(self.p), Part(self.room)], self.mesh)
+        x = self._call(node, aten.reshape.default, x, shape, at={1: self.of_e, 2: own})
+        return self._tokens(self._call(node, take_rows, x, self.places), value, node)
+
+    def _row_wise(self, node: Node) -> None:
+        """The same op, of rows by expert."""
+        shape = (self.d * self.p, self.e * self.room)
+        given = substitute(node.args, lambda v: self.rows.get(v, v))
+        args = tuple([*shape, *each[2:]] if self._is_shape(each) else each for each in given)
+        kwargs = {key: substitute(each, lambda v: self.rows.get(v, v)) for key, each in node.kwargs.items()}
+        types = [None if v is None else TensorType((*shape, *v.shape[2:]), v.type.dtype) for v in node.results]
+        made = Rewriter.make(node.op, args, types, like=node, kwargs=kwargs)
+        self.rewriter.place(made)
+        if node.op is aten.full.default:
+            self._shard(made, {0: DimSharding((*self.of_d.axes, *self.of_p.axes))}, {})
+        self.rewriter.before(node, made)
+        self.rows |= {old: new for old, new in zip(node.results, made.results, strict=True) if old and new}
+
+    def _is_shape(self, argument: Any) -> bool:
+        return isinstance(argument, (list, tuple)) and len(argument) > 2 and argument[:2] == [self.count, self.each]
+
+    # ---- blocks of tokens ------------------------------------------------------------------------------------------
+
+    def _split(self) -> tuple[list[int], list[int]]:
+        """The sizes of tokens as dims, one for each axis that shards them; and the order of these in blocks ``d e t``."""
+        sizes, axes = list[int](), list[str]()
+        for part in self.tokens.sub(self.count):
+            sizes += [*map(self._extent, part.axes), part.size // self.mesh.extent(part.axes)]
+            axes += [*part.axes, ""]
+        first = [axes.index(axis) for axis in (*self.of_d.axes, *self.e_axes)]
+        return sizes, first + [i for i in range(len(axes)) if i not in first]
+
+    def _blocks(self, value: Value, node: Node) -> Value:
+        """A value ``[n ..]`` as ``[d e t ..]``."""
+        (sizes, order), rest = self._split(), value.shape[1:]
+        if order != sorted(order):
+            value = self._call(node, aten.reshape.default, value, [*sizes, *rest])
+            more = range(len(order), len(order) + len(rest))
+            value = self._call(node, aten.permute.default, value, [*order, *more])
+        return self._call(node, aten.reshape.default, value, [self.d, self.e, self.t, *rest])
+
+    def _tokens(self, x: Value, value: Value, node: Node) -> Value:
+        """Blocks ``[d e t ..]`` as a value ``[n ..]``."""
+        (sizes, order), rest = self._split(), value.shape[1:]
+        if order != sorted(order):
+            x = self._call(node, aten.reshape.default, x, [*(sizes[i] for i in order), *rest])
+            more = range(len(order), len(order) + len(rest))
+            x = self._call(node, aten.permute.default, x, [*sorted(range(len(order)), key=order.__getitem__), *more])
+        return self._call(node, aten.reshape.default, x, [self.count, *rest])
+
+    # ---- placements -----------------------------------------------------------------------------------------------
+
+    def _of(self, node: Node) -> dict[str, DimSharding]:
+        """The shardings of rows and columns of the matrices of a product."""
+        barred = {*self.of_d.axes, *self.of_p.axes}
+        found = factor_shardings(self.cache.rule(node), node, self.mesh)
+        return {f: each for f, each in found.items() if f in ("a", "m") and not barred & {*each.axes}}
+
+    def _place_matrices(self, value: Value) -> None:
+        """Shard experts in that of which matrices are computed."""
+        while self.p > 1 and value.node is not None and self._keeps_experts(value.node):
+            self._shard(value.node, {0: self.of_p}, {})
+            value = value.node.operands[0]
+
+    def _place_gradient(self, value: Value, users: Mapping[Value, Sequence[Node]]) -> None:
+        """Shard experts in what is computed of a gradient of matrices."""
+        while self.p > 1 and len(users[value]) == 1 and self._keeps_experts(users[value][0]):
+            self.rewriter.place(users[value][0])
+            (value,) = users[value][0].outs
+
+    def _keeps_experts(self, node: Node) -> bool:
+        return keeps_first_dim(node, self.cache)
+
+    def _shard(self, node: Node, at: Mapping[int, DimSharding], of: Mapping[str, DimSharding]) -> None:
+        """Shard dims of a node's first result, and factors; all else stays as it is."""
+        rule, asked = self.cache.rule(node), dict(of)
+        for dim, sharding in at.items():
+            factors = (rule.results[0] or ())[dim]
+            made = project(sharding, node.outs[0].shape[dim], rule.dim_sizes(factors), self.mesh)
+            asked.update(zip(factors, made or (), strict=True))
+        axes = {axis for each in asked.values() for axis in each.axes}
+        kept = factor_shardings(rule, node, self.mesh)
+        for axis in axes:
+            kept = {factor: without(each, axis, self.mesh) for factor, each in kept.items()}
+        partial = {axis: each for axis, each in partial_operands(node.strategy).items() if axis not in axes}
+        shardings = {factor: each for factor, each in {**kept, **asked}.items() if each.axes}
+        node.strategy = self.cache.strategy(rule, shardings, partial)
+        for value, spec in zip(node.outs, node.strategy.results, strict=True):
+            value.spec = spec
+
+    def _call(self, like: Node, op: Any, *args: Any, at: Mapping[int, DimSharding] | None = None, **of: Any) -> Value:
+        return self._outs(like, op, *args, at=at, **of)[0]
+
+    def _outs(
+        self, like: Node, op: Any, *args: Any, at: Mapping[int, DimSharding] | None = None, **of: DimSharding
+    ) -> Sequence[Value]:
+        """The results of a new node; its placement follows its operands, but for dims ``at`` and factors ``of``."""
+        made = self.rewriter.call(op, *args, like=like, why="rows by expert")
+        if at or of:
+            self._shard(made, at or {}, of)
+        self.rewriter.before(like, made)
+        return made.outs
+
+
+def keeps_first_dim(node: Node, cache: RuleCache) -> bool:
+    """Whether an op of one tensor keeps its first dim as it is."""
+    if len(node.operands) != 1 or len(node.outs) != 1 or not node.operands[0].type.ndim or not node.outs[0].type.ndim:
+        return False
+    rule = cache.rule(node)
+    (first, *_), made = rule.operands[0], rule.results[0]
+    return bool(made) and made[0] == first and rule.replicated.isdisjoint(first)
+
+
+def _axes_of(value: Value, parameters: set[Value]) -> tuple[str, ...]:
+    """The axes over which the parameter that matrices are computed of is stored, by experts."""
+    while value.node is not None and len(value.node.operands) == 1:
+        value = value.node.operands[0]
+    if value not in parameters or value.spec is None or value.spec.dims[0].parts:
+        return ()
+    return value.spec.dims[0].axes
