@@ -163,15 +163,13 @@ class RoutedRows:
         shape = (self.count, self.each)
         if not node.outs or any(value.type.ndim < 3 or value.shape[:2] != shape for value in node.outs):
             return False
-        if node.op is aten.full.default:
-            return True
-        tensors = [value for value in node.operands if value.type.ndim]
+        tensors = [value for value in node.operands if value.type.ndim and not _is_filled(value)]
         if not tensors or not rows.issuperset(tensors):
             return False
         rule = self.cache.rule(node)
         dims = [each for value, each in zip(node.operands, rule.operands, strict=True) if value.type.ndim]
         dims += [each for each in rule.results if each is not None]
-        lead = {each[:2] for each in dims}
+        lead = {tuple(each[:2]) for each in dims}
         barred = rule.replicated | rule.windows.keys() | rule.leaders
         barred |= {factor for each in dims for dim in each[2:] for factor in dim}
         return len(lead) == 1 and barred.isdisjoint(factor for dim in lead.pop() for factor in dim)
@@ -194,6 +192,9 @@ class RoutedRows:
         if value in self.rows:
             return self.rows[value]
         each, width = value.shape[1:]
+        if value.node is not None and value.node.op is aten.full.default:
+            self.rows[value] = self._filled(value.node, node)
+            return self.rows[value]
         x = self._call(node, aten.reshape.default, self._blocks(value, node), [self.d, self.e, self.t * each, width])
         index = self.slots if each == self.each else self.of_tokens
         x = self._call(node, take_rows, x, index, b0=self.of_d, b1=self.of_e, m0=self.of_own)
@@ -204,6 +205,12 @@ class RoutedRows:
             x = self._call(node, take_rows, x, self.sources)
         self.rows[value] = x
         return x
+
+    def _filled(self, full: Node, node: Node) -> Value:
+        """Rows of one number."""
+        shape = [self.d * self.p, self.e * self.room, full.outs[0].shape[2]]
+        both = DimSharding((*self.of_d.axes, *self.of_p.axes))
+        return self._call(node, full.op, shape, *full.args[1:], at={0: both}, how=full.kwargs)
 
     def _pairs(self, value: Value) -> Value:
         """The rows of a value as ``[n k h]``."""
@@ -221,14 +228,15 @@ class RoutedRows:
     def _row_wise(self, node: Node) -> None:
         """The same op, of rows by expert."""
         shape = (self.d * self.p, self.e * self.room)
+        for value in node.operands:
+            if value.type.ndim and _is_filled(value):
+                self._rows(value, node)
         given = substitute(node.args, lambda v: self.rows.get(v, v))
         args = tuple([*shape, *each[2:]] if self._is_shape(each) else each for each in given)
         kwargs = {key: substitute(each, lambda v: self.rows.get(v, v)) for key, each in node.kwargs.items()}
         types = [None if v is None else TensorType((*shape, *v.shape[2:]), v.type.dtype) for v in node.results]
         made = Rewriter.make(node.op, args, types, like=node, kwargs=kwargs)
         self.rewriter.place(made)
-        if node.op is aten.full.default:
-            self._shard(made, {0: DimSharding((*self.of_d.axes, *self.of_p.axes))}, {})
         self.rewriter.before(node, made)
         self.rows |= {old: new for old, new in zip(node.results, made.results, strict=True) if old and new}
 
@@ -304,14 +312,20 @@ class RoutedRows:
         for value, spec in zip(node.outs, node.strategy.results, strict=True):
             value.spec = spec
 
-    def _call(self, like: Node, op: Any, *args: Any, at: Mapping[int, DimSharding] | None = None, **of: Any) -> Value:
-        return self._outs(like, op, *args, at=at, **of)[0]
+    def _call(self, like: Node, op: Any, *args: Any, **how: Any) -> Value:
+        return self._outs(like, op, *args, **how)[0]
 
     def _outs(
-        self, like: Node, op: Any, *args: Any, at: Mapping[int, DimSharding] | None = None, **of: DimSharding
+        self,
+        like: Node,
+        op: Any,
+        *args: Any,
+        at: Mapping[int, DimSharding] | None = None,
+        how: Mapping[str, Any] | None = None,
+        **of: DimSharding,
     ) -> Sequence[Value]:
         """The results of a new node; its placement follows its operands, but for dims ``at`` and factors ``of``."""
-        made = self.rewriter.call(op, *args, like=like, why="rows by expert")
+        made = self.rewriter.call(op, *args, like=like, why="rows by expert", **(how or {}))
         if at or of:
             self._shard(made, at or {}, of)
         self.rewriter.before(like, made)
@@ -334,3 +348,8 @@ def _axes_of(value: Value, parameters: set[Value]) -> tuple[str, ...]:
     if value not in parameters or value.spec is None or value.spec.dims[0].parts:
         return ()
     return value.spec.dims[0].axes
+
+
+def _is_filled(value: Value) -> bool:
+    """Whether a value is of one number everywhere."""
+    return value.node is not None and value.node.op is aten.full.default

@@ -32,6 +32,7 @@ from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justif
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
 
+from .expert_laws import ExpertRows
 from .head_copies import HeadCopies, Types
 from .step_laws import AttentionSteps
 
@@ -65,6 +66,7 @@ class TermRef:
 class Terms:
     """The terms of one verification, numbered."""
 
+    book: RuleBook
     types: list[TensorType] = field(default_factory=list)
     where: list[Where] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
@@ -75,6 +77,8 @@ class Terms:
     def __post_init__(self) -> None:
         self._copies = HeadCopies(self.types, self._seen_as)
         self._steps = AttentionSteps(self.types, self._seen_as, self.apply, self._make)
+        known = self.types, self._seen_as, self.apply, self._steps.reshaped, self._make
+        self._experts = ExpertRows(*known, self.book.rule)
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
@@ -94,6 +98,9 @@ class Terms:
         op, term = SAME.get(node.op, node.op), wide_ids(node, term)
         operands = [term(v) for v in node.operands]
         types = [None if v is None else v.type for v in node.results]
+        rows = self._experts.apply(node, term, self._call, types)
+        if rows is not None:
+            return rows
         if is_sum(node):
             parts = self._steps.total((part for t in operands for part in self._sums.get(t, (t,))), node)
             if len(parts) == 1:
@@ -177,7 +184,7 @@ class Universe:
 def build(before: Graph, after: Graph, book: RuleBook, *, decomposed: bool = False) -> Universe:
     """The terms of the planned graph, and the captured graph's outputs among them; every op ``decomposed``, or only
     those of the captured graph that the planned one does not have."""
-    reader = _GraphReader(Universe(Terms(), {}, {}), book, after.mesh, decomposed)
+    reader = _GraphReader(Universe(Terms(book), {}, {}), book, after.mesh, decomposed)
     reader.read_planned(after)
     reader.read_captured(before)
     return reader.universe
