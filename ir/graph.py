@@ -94,6 +94,8 @@ class OutputKind(StrEnum):
     PARAMETER = "parameter"
     STATE = "state"
     GUARD = "guard"
+    OVERFLOW = "overflow"
+    """The number of rows for which a step has no room: it is run again with more."""
 
     @property
     def is_kept(self) -> bool:
@@ -113,7 +115,7 @@ class OutputKind(StrEnum):
     @property
     def leaves_replicated(self) -> bool:
         """Whether it is returned replicated."""
-        return self in (OutputKind.LOSS, OutputKind.GUARD)
+        return self in (OutputKind.LOSS, OutputKind.GUARD, OutputKind.OVERFLOW)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from .base import COMM_EXPLICIT, HINTED, SHARDED, Pass, PassContext, PassError
 from .communication import BucketComm, CastPlacement, DuplicateViews, Order, Partition
 from .context_parallel import Context, ContextParallel, RematerializeKeys
 from .embedding_tables import EmbeddingTables
+from .expert_parallel import ExpertParallel, Experts
 from .memory import Offload, Recompute, RematerializeCasts, RematerializeGathers, TableRows, Zero
 from .pass_text import options_text, parse_pass
 from .pipeline import BUILT_IN, ON_REQUEST, ORDER, arrange, check_order, is_full_pipeline, run_passes, steps
@@ -14,7 +15,8 @@ from .stages import Loops, Pipeline, stages_as_planned
 from .unfold_repeats import UnfoldRepeats
 
 __all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "BucketComm"]
-__all__ += ["CastPlacement", "Context", "ContextParallel", "DuplicateViews", "Loops", "Offload", "Order", "Partition"]
+__all__ += ["CastPlacement", "Context", "ContextParallel", "DuplicateViews", "ExpertParallel", "Experts", "Loops"]
+__all__ += ["Offload", "Order", "Partition"]
 __all__ += ["Pass", "PassContext", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate"]
 __all__ += ["Recompute", "RematerializeCasts", "RematerializeGathers", "RematerializeKeys", "Spatial", "SumPlacement"]
 __all__ += ["TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order", "hint_value", "is_full_pipeline"]

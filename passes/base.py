@@ -11,6 +11,7 @@ from shardfx.ir.dim_sharding import DimSharding
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Node, Strategy, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.names import pattern
 from shardfx.ir.ops.alike import alike
 from shardfx.ir.ops.redistribute import Redistribution
 from shardfx.ir.rules.book import RuleBook, replicated
@@ -165,3 +166,9 @@ def derived(graph: Graph, values: Iterable[Value], every: bool = False) -> set[V
 
 class PassError(Error):
     """A pass that broke the graph or failed: its name, and the passes before it."""
+
+
+def is_within(module: str, text: str) -> bool:
+    """Whether a pattern names a module, or one that it is in."""
+    matches, parts = pattern(text).fullmatch, module.split(".")
+    return any(matches(".".join(parts[:count])) for count in range(1, len(parts) + 1))

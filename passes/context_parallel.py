@@ -28,7 +28,6 @@ from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, Window, compo
 from shardfx.ir.errors import Error, ShardfxWarning, did_you_mean
 from shardfx.ir.graph import Graph, Node, Phase, Strategy, Value, factors_text
 from shardfx.ir.mesh import Mesh
-from shardfx.ir.names import pattern
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.context.attention_steps import attention_step
 from shardfx.ir.ops.fused_attention import attention, attention_backward
@@ -39,7 +38,7 @@ from shardfx.ir.rulebook.dims import argument
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
 from shardfx.ir.spec import Spec, TensorType
 
-from .base import COMM_EXPLICIT, SHARDED, Pass, PassContext
+from .base import COMM_EXPLICIT, SHARDED, Pass, PassContext, is_within
 from .memory.recompute import Recomputation
 from .ring_attention import RingSteps, stripes_of
 
@@ -133,7 +132,7 @@ class ContextParallel(Pass):
         calls = [node for node in graph.nodes if node.op is attention and node.phase is Phase.FORWARD] if hints else []
         chosen: dict[Node, tuple[str, Context]] = {}
         for text, hint in hints.items():
-            named = [node for node in calls if _is_within(node.where.module, text)]
+            named = [node for node in calls if is_within(node.where.module, text)]
             if not named:
                 raise _without_attention(text, hint, calls)
             for node in named:
@@ -188,7 +187,7 @@ class RematerializeKeys(Pass):
     def run(self, graph: Graph, context: PassContext) -> bool:
         named = [text for text, each in context.specs.items() if isinstance(each, Context)]
         calls = (node for node in graph.nodes if node.op in FETCHED and node.phase is Phase.FORWARD)
-        calls = (node for node in calls if any(_is_within(node.where.module, text) for text in named))
+        calls = (node for node in calls if any(is_within(node.where.module, text) for text in named))
         keys = ((value, FETCHED[node.op]) for node in calls for value in node.operands[1:3])
         gathered = {value for value, op in keys if value.node is not None and value.node.op is op}
         return Recomputation(graph, gathered.__contains__).run()
@@ -200,7 +199,7 @@ def in_stripes(graph: Graph, shape: Sequence[int], spec: Spec, specs: Mapping[st
         if not isinstance(hint, Context) or hint.how not in RINGS:
             continue
         calls = [node for node in graph.nodes if node.op is attention]
-        mine = [node for node in calls if _is_within(node.where.module, text)]
+        mine = [node for node in calls if is_within(node.where.module, text)]
         if not any(argument(node, "causal") and not argument(node, "window") for node in mine):
             continue
         if any(windows_of(node) is not None for node in calls):  # whose halo is of rows that lie together
@@ -214,12 +213,6 @@ def in_stripes(graph: Graph, shape: Sequence[int], spec: Spec, specs: Mapping[st
             parts = [Part(stripes), Part(size // stripes, sharding.axes)]
             spec = spec.with_dim(dim, compound(parts, graph.mesh) if stripes > 1 else sharding)
     return spec
-
-
-def _is_within(module: str, text: str) -> bool:
-    """Whether a pattern names a module, or one that it is in."""
-    matches, parts = pattern(text).fullmatch, module.split(".")
-    return any(matches(".".join(parts[:count])) for count in range(1, len(parts) + 1))
 
 
 def _is_short(node: Node, hint: Context, mesh: Mesh) -> bool:

@@ -13,8 +13,8 @@ blocks and the parts imply an all-to-all:
              %6 = shardfx.parts_mm(%5, %w, %ends)           matrices [8{ep}, 64, 96]: none is sent
              ...                                            and back again
 
-Each block has room for so many rows of a part, ``capacity`` times the mean: if a step has more, a flag is set, and the
-step runs again with more room (:data:`OVERFLOW`).
+Each block has room for so many rows of a part, ``capacity`` times the mean: rows without room are counted, and a step that
+has some is run again with more room (``OutputKind.OVERFLOW``).
 """
 
 from __future__ import annotations
@@ -27,20 +27,71 @@ from typing import Any, ClassVar
 import torch
 
 from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, compound, project, without
-from shardfx.ir.graph import Graph, InputKind, Node, Value, substitute
-from shardfx.ir.mesh import Mesh
+from shardfx.ir.errors import Error, did_you_mean
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, substitute
 from shardfx.ir.ops.experts.dispatch import expert_rows, expert_slots, parts_mm, parts_outer, take_rows
 from shardfx.ir.ops.experts.routed_product import routed_mm, routed_outer
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.strategy import factor_shardings, partial_operands
-from shardfx.ir.spec import TensorType
+from shardfx.ir.spec import Spec, TensorType
 
-from .base import SHARDED, Pass, PassContext, RuleCache
+from .base import SHARDED, Pass, PassContext, RuleCache, is_within
 
 aten = torch.ops.aten
 ROUTED = (routed_mm, routed_outer)
-CAPACITY = 1e9
-"""The room for rows that a block sends to a part of the experts, in times the mean."""
+EXPERTS = "experts: "
+LADDER = (0.0, 2.0, math.inf)
+"""The least capacities, each for a step that finds too little room with the one before; the last is room for all."""
+LOST = "rows of experts without room"
+"""The output that counts them."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Expert parallelism of the experts in a module: ``specs={"**.experts": sx.Experts("ep")}``.
+
+    All their weights are sharded by expert. Where the axis shards tokens as well, as by ``"kwargs.input_ids": "ep, -"``,
+    each rank sends the rows of its tokens to the ranks of their experts, and gets the results back: two all-to-alls
+    forward and two backward. Where tokens are replicated over it, each rank computes the rows of its own experts.
+
+    Args:
+        axis: the mesh axis over which experts are sharded; several, major first, as ``"dp ep"``.
+        capacity: the room for rows from one rank to another, in times the mean (GShard,
+            https://arxiv.org/abs/2006.16668). No row is dropped: a step that has more runs again with more room, twice
+            the mean, and then room for all rows; so do the steps behind it.
+
+    Example::
+
+        hints = sx.Hints(..., specs={"kwargs.input_ids": "ep, -", "**.experts": sx.Experts("ep", capacity=1.5)})
+    """
+
+    axis: str
+    capacity: float = 1.25
+
+    def __post_init__(self) -> None:
+        where = f"Experts({self.axis!r}, capacity={self.capacity!r})"
+        if not isinstance(self.axis, str) or not self.axes or len(set(self.axes)) < len(self.axes):
+            expected = 'the name of a mesh axis, or names of several, as "dp ep"'
+            raise Error("the axis of Experts is no name", where=where, expected=expected, got=repr(self.axis))
+        if isinstance(self.capacity, bool) or not isinstance(self.capacity, (int, float)) or not self.capacity > 0:
+            expected = "times the mean number of rows, above 0; 1.25 has room for a quarter more"
+            raise Error("experts without room for rows", where=where, expected=expected, got=repr(self.capacity))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes, major first."""
+        return tuple(self.axis.replace(",", " ").split())
+
+    @property
+    def text(self) -> str:
+        """As a saved plan has it."""
+        return f"{EXPERTS}{self.axis}; {self.capacity}"
+
+    @staticmethod
+    def of_text(text: str) -> Experts | None:
+        """Read :attr:`text`; None if it is that of something else."""
+        axis, _, capacity = text.removeprefix(EXPERTS).partition("; ") if text.startswith(EXPERTS) else ("", "", "")
+        return Experts(axis, float(capacity)) if axis else None
 
 
 @dataclass(frozen=True)
@@ -50,7 +101,9 @@ class ExpertParallel(Pass):
     name: ClassVar[str] = "expert-parallel"
     requires: ClassVar[frozenset[str]] = frozenset({SHARDED})
 
-    capacity: float = field(default=CAPACITY, metadata={"help": "room for rows of a part, in times the mean"})
+    room: int = field(
+        default=0, metadata={"help": "how often a step found too little room: 1 twice the mean, 2 for all"}
+    )
 
     def run(self, graph: Graph, context: PassContext) -> bool:
         groups: dict[Value, list[Node]] = {}
@@ -58,15 +111,80 @@ class ExpertParallel(Pass):
             if node.op in ROUTED:
                 groups.setdefault(node.operands[2], []).append(node)
         parameters = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
-        changed = False
+        lost, changed = None, False
         for ids, nodes in groups.items():
-            made = RoutedRows(graph, context, ids, nodes, parameters, self.capacity)
-            if made.divides:
-                made.convert()
-                changed = True
+            made = RoutedRows(graph, context, ids, nodes, parameters, self._capacity(nodes[0], context))
+            if made.why_not:
+                graph.notes.append(f"experts of {nodes[0].where.module}: rows stay in place, for {made.why_not}")
+                continue
+            made.convert(lost)
+            lost, changed = made.lost, True
+        if lost is not None:
+            graph.outputs.append(Output(OutputKind.OVERFLOW, LOST, lost, Spec.replicated(0)))
         if changed:
             graph.rename()
         return changed
+
+    def _capacity(self, node: Node, context: PassContext) -> float:
+        hints = (each for text, each in context.specs.items() if isinstance(each, Experts) and _names(text, node))
+        return max(LADDER[self.room], next(hints, Experts("any")).capacity)
+
+
+def experts_of(graph: Graph, text: str, hint: Experts) -> dict[Value, Spec]:
+    """The placements of the parameters that a hint is about.
+
+    Raises:
+        Error: there are no experts there, or they are not divided by their ranks.
+    """
+    inputs = {inp.value: inp for inp in graph.of_kind(InputKind.PARAMETER)}
+    products = [node for node in graph.nodes if node.op is routed_mm]
+    found = {_origin(node.operands[1]): node for node in products if _names(text, node)}
+    if not found:
+        modules = list(dict.fromkeys(node.where.module for node in products))
+        remedy = did_you_mean(text, modules, "name one of these", count=3)
+        if not modules:
+            remedy = 'shard the weights by name, as "**.experts.*": "ep, -, -"'
+        raise Error(
+            f"hint {text!r} names no experts",
+            where="Hints(specs=...)",
+            expected=f"a module of experts, of which a token has some: {', '.join(modules[:4]) or 'there is none here'}",
+            got=f"{text!r}: {hint}",
+            remedy=remedy,
+        )
+    made = {}
+    for value, node in found.items():
+        if unknown := [axis for axis in hint.axes if axis not in graph.mesh.names]:
+            raise Error(
+                f"mesh axis {unknown[0]!r} is unknown",
+                where=f"hint {text!r}: {hint}; {node.where}",
+                expected=f"axes of {graph.mesh!r}",
+                got=unknown[0],
+                remedy=did_you_mean(unknown[0], graph.mesh.names),
+            )
+        count, ranks = value.shape[0], graph.mesh.extent(hint.axes)
+        if count % ranks:
+            fits = max(n for n in range(1, ranks + 1) if count % n == 0)
+            raise Error(
+                "experts cannot be shared out equally",
+                where=f"hint {text!r}: {hint}; {node.where}",
+                expected=f"a number of ranks that divides {count} experts",
+                got=f"{ranks} ranks of {hint.axis!r}",
+                remedy=f"experts over {fits} of them: a mesh with an axis of {fits} ranks, and another one for the rest",
+            )
+        if value in inputs:
+            made[value] = Spec((DimSharding(hint.axes), *[REPLICATED] * (value.type.ndim - 1)))
+    return made
+
+
+def _names(text: str, node: Node) -> bool:
+    return is_within(node.where.module, text)
+
+
+def _origin(value: Value) -> Value:
+    """The value that matrices are computed of alone."""
+    while value.node is not None and len(value.node.operands) == 1:
+        value = value.node.operands[0]
+    return value
 
 
 class RoutedRows:
@@ -91,7 +209,7 @@ class RoutedRows:
         known = [_axes_of(node.operands[1], parameters) for node in nodes if node.op is routed_mm]
         axes = [axis for axis in max(known, key=len) if self._extent(axis) > 1]
         d_axes = [axis for axis in self.tokens.axes if axis not in axes and self._extent(axis) > 1]
-        self.e_axes = [axis for axis in self.tokens.axes if axis in axes]
+        self.e_axes = [axis for axis in axes if axis in self.tokens.axes]
         extent = self.mesh.extent
         self.d, self.e, self.p = extent(d_axes), extent(self.e_axes), extent(axes)
         self.of_d, self.of_e, self.of_p = (DimSharding(tuple(each)) for each in (d_axes, self.e_axes, axes))
@@ -100,7 +218,7 @@ class RoutedRows:
         """Of the parts, before they are sent: sharded where tokens are replicated."""
         self.t = self.count // (self.d * self.e)
         pairs = self.t * self.each
-        self.room = pairs if self.p == 1 else min(pairs, math.ceil(capacity * pairs / self.p))
+        self.room = pairs if capacity >= self.p else min(pairs, math.ceil(capacity * pairs / self.p))
         self.rows: dict[Value, Value] = {}
         """By a value of pairs of a token and an expert, its rows by expert."""
 
@@ -108,14 +226,17 @@ class RoutedRows:
         return self.mesh.extent((axis,))
 
     @property
-    def divides(self) -> bool:
-        """Whether all ranks have equally many tokens, and experts."""
+    def why_not(self) -> str:
+        """Why rows cannot be sorted by expert: ranks would not have equally many tokens, or experts."""
+        if self.experts % self.p:
+            return f"{self.p} ranks do not divide {self.experts} experts"
         parts = self.tokens.sub(self.count)
-        return all(part.size % self.mesh.extent(part.axes) == 0 for part in parts) and self.experts % self.p == 0
+        even = self.tokens.rows is None and all(each.size % self.mesh.extent(each.axes) == 0 for each in parts)
+        return "" if even else f"{self.d * self.e} ranks do not divide {self.count} tokens"
 
-    def convert(self) -> None:
-        """Convert all products, and what is computed of their rows alone."""
-        self._index(self.nodes[0])
+    def convert(self, lost: Value | None) -> None:
+        """Convert all products, and what is computed of their rows alone; count rows that are ``lost``, too."""
+        self._index(self.nodes[0], lost)
         inside, gradients = self._inside(), list[Value]()
         for node in [each for each in self.graph.nodes if each in inside]:
             if node.op is routed_mm:
@@ -176,7 +297,7 @@ class RoutedRows:
 
     # ---- rows by expert --------------------------------------------------------------------------------------------
 
-    def _index(self, node: Node) -> None:
+    def _index(self, node: Node, lost: Value | None) -> None:
         """The places of rows, by the ids."""
         ids = self._blocks(self.ids, node)
         outs = self._outs(node, expert_slots, ids, self.experts, self.p, self.room)
@@ -186,6 +307,12 @@ class RoutedRows:
             self.of_tokens = self._call(node, aten.floor_divide.Scalar, self.slots, self.each)
         outs = self._outs(node, expert_rows, counts, self.room, d=self.of_d, p=self.of_p)
         self.sources, self.back, self.ends = outs
+        self.lost = lost
+        if self.room < self.t * self.each:
+            sums = self._call(node, aten.sum.dim_IntList, counts, [3])
+            more = self._call(node, aten.sub.Tensor, sums, self.room)
+            own = self._call(node, aten.sum.default, self._call(node, aten.clamp.default, more, 0))
+            self.lost = own if lost is None else self._call(node, aten.add.Tensor, lost, own)
 
     def _rows(self, value: Value, node: Node) -> Value:
         """The rows of a value ``[n k h]``, or ``[n 1 h]``."""
@@ -343,8 +470,7 @@ def keeps_first_dim(node: Node, cache: RuleCache) -> bool:
 
 def _axes_of(value: Value, parameters: set[Value]) -> tuple[str, ...]:
     """The axes over which the parameter that matrices are computed of is stored, by experts."""
-    while value.node is not None and len(value.node.operands) == 1:
-        value = value.node.operands[0]
+    value = _origin(value)
     if value not in parameters or value.spec is None or value.spec.dims[0].parts:
         return ()
     return value.spec.dims[0].axes

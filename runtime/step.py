@@ -59,12 +59,16 @@ class ProgramRunner:
         program: ``program(rank, kinds)``: the program of a rank for the outputs of some kinds, made anew.
         store: of parameters and buffers.
         make_engine: called at the first run.
+        more_room: gives the runner of the same plan with more room for the rows of experts.
     """
 
     graph: Graph
     program: Callable[[int, Kinds], RankProgram]
     store: Store
     make_engine: Callable[[], Engine]
+    more_room: Callable[[], ProgramRunner] | None = None
+    larger: ProgramRunner | None = None
+    """What runs in its place, once a step had no room for all rows."""
     changed: dict[tuple[int, Kinds], RankProgram] = field(default_factory=dict)
     """A user's programs, which replace the plan's own."""
     _engine: Engine | None = None
@@ -133,8 +137,10 @@ class ProgramRunner:
         Raises:
             Error: a guard fails: the model would take another path for these inputs. Nothing is stored.
         """
-        programs, engine = self.programs(kinds), self.engine
         start = RunStart(self.seed(kinds), {}) if kept is None else kept
+        if self.larger is not None:
+            return self.larger.run(kinds, inputs, watch, start)
+        programs, engine = self.programs(kinds), self.engine
         autocast = torch.autocast(engine.device.type, enabled=False)  # casts are in the programs
         with torch.no_grad(), as_current(engine.device), autocast:
             self.store.refresh()
@@ -147,6 +153,9 @@ class ProgramRunner:
                 if kinds and guarded and len(programs) == self.graph.mesh.size:
                     self.run(frozenset(), inputs)  # the guards alone, of which one may say why
                 raise
+            if self.more_room is not None and any(overflows(programs[rank].outputs, out) for rank, out in outs.items()):
+                self.larger = self.more_room()
+                return self.larger.run(kinds, inputs, watch, start)
             for rank, out in outs.items():
                 check_guards(programs[rank].outputs, out)
             return self._kept(programs, outs)
@@ -253,6 +262,11 @@ class ProgramRunner:
         known = {*inputs, *store.parameters, *store.buffers, *store.states}
         given = [g for g in program.inputs if g.kind in (InputKind.SEED, InputKind.CONSTANT) or g.name in known]
         return {g.name: self._shard(g, rank, run).cpu().clone() for g in given if rank in self.ranks}
+
+
+def overflows(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> bool:
+    """Whether there was no room for some rows."""
+    return any(bool(v.any()) for o, v in zip(outputs, out, strict=True) if o.kind is OutputKind.OVERFLOW)
 
 
 def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:

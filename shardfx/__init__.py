@@ -21,7 +21,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rule_checks import check_rule
-from shardfx.passes import Context, Offload, Pass, Pipeline, Recompute
+from shardfx.passes import Context, Experts, Offload, Pass, Pipeline, Recompute
 from shardfx.passes.rank import RankPass
 from shardfx.plan import Plan
 from shardfx.runtime.verify.verdict import Verdict
@@ -37,6 +37,7 @@ passes.default_passes, passes.default_rank_passes = default_passes, default_rank
 __all__ = [
     "Context",
     "Error",
+    "Experts",
     "Hints",
     "Link",
     "Loop",

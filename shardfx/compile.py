@@ -33,6 +33,7 @@ from shardfx.passes import (
     BucketComm,
     Context,
     ContextParallel,
+    ExpertParallel,
     Loops,
     Offload,
     Pass,
@@ -335,6 +336,13 @@ def replanned(compiled: Compiled, hints: Hints) -> Compiled:
     passes = default_passes(hints)
     graph, context = plan_graph(compiled.captured, hints, compiled.context.rules, passes)
     return Compiled(hints, compiled.captured, graph, context, passes)
+
+
+def with_more_room(compiled: Compiled) -> Compiled:
+    """The plan with more room for the rows of experts."""
+    asked = next(each for each in compiled.passes if isinstance(each, ExpertParallel))
+    passes = tuple(each for each in compiled.hints.passes if not isinstance(each, ExpertParallel))
+    return replanned(compiled, replace(compiled.hints, passes=(*passes, ExpertParallel(asked.room + 1))))
 
 
 def own_constants(graph: Graph) -> Graph:

@@ -35,6 +35,7 @@ from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.context_parallel import Context
+from shardfx.passes.expert_parallel import Experts
 from shardfx.passes.pass_text import check_options
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.schedules.accumulate import specs_in_iterations
@@ -109,7 +110,11 @@ def _plan_of(content: dict[str, Any]) -> Plan:
     return plan
 
 
-class PlannedSpecs(dict[str, "Spec | Context"]):
+OF_OPS = (Context, Experts)
+"""Hints on ops of modules."""
+
+
+class PlannedSpecs(dict[str, "Spec | Context | Experts"]):
     """Specs for ``Hints(specs=...)`` that hold for one model on one mesh only."""
 
     def __init__(self, plan: Plan) -> None:
@@ -117,7 +122,7 @@ class PlannedSpecs(dict[str, "Spec | Context"]):
             {name: parse_spec(text, plan.mesh)[1] for name, text in (*plan.inputs.items(), *plan.hinted.items())}
         )
         self.plan = plan
-        self.update((text, each) for text, each in self.said.items() if isinstance(each, Context))
+        self.update((text, each) for text, each in self.said.items() if isinstance(each, OF_OPS))
 
     @property
     def said(self) -> dict[str, Any]:
@@ -277,7 +282,7 @@ def _hints_of(compiled: Compiled) -> tuple[dict[str, str], dict[str, str]]:
     results = {path: values[-1].shape for path, values in module_outputs(graph).items()}
     said, hinted = dict[str, str](), dict[str, str]()
     for text, hint in specs_in_iterations(graph.mesh, hints).items():
-        if isinstance(hint, Context):
+        if isinstance(hint, OF_OPS):
             said[text] = hint.text
             continue
         matches = pattern(text).fullmatch
@@ -291,9 +296,10 @@ def _hints_of(compiled: Compiled) -> tuple[dict[str, str], dict[str, str]]:
     return said, hinted
 
 
-def _read(text: str, mesh: Mesh) -> str | Spec | Context:
+def _read(text: str, mesh: Mesh) -> str | Spec | Context | Experts:
     """Read a hint that ``_hints_of`` wrote."""
-    return Context.of_text(text) or (parse_spec(text, mesh)[1] if text.startswith("[") else text)
+    of_op = Context.of_text(text) or Experts.of_text(text)
+    return of_op or (parse_spec(text, mesh)[1] if text.startswith("[") else text)
 
 
 def fingerprint(graph: Graph) -> str:

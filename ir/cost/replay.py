@@ -113,6 +113,7 @@ KEPT = {
     OutputKind.PARAMETER: "new parameters",
     OutputKind.STATE: "new states",
     OutputKind.GUARD: "results",
+    OutputKind.OVERFLOW: "results",
 }
 
 

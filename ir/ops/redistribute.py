@@ -197,10 +197,10 @@ class Redistribution:
             for count in range(1, len(axes) + 1):
                 tail = axes[-count:]
                 yield all_gather, tail, i, None, None, put({i: axes[:-count]}), float(self.mesh.extent(tail))
-            if axes and axes[-1] in wanted and wanted[axes[-1]] != i:
-                to = wanted[axes[-1]]
-                after = put({i: axes[:-1], to: (*dims[to], axes[-1])})
-                yield all_to_all, axes[-1:], i, to, None, after, 1.0
+                to = wanted.get(tail[0], i)
+                if to != i and goal[0][to][len(dims[to]) :][:count] == tail:
+                    after = put({i: axes[:-count], to: (*dims[to], *tail)})
+                    yield all_to_all, tail, i, to, None, after, 1.0
         to_reduce: dict[str, list[str]] = {}
         for axis, reduce in partial:
             if (axis, reduce) not in goal[1]:

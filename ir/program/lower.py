@@ -66,7 +66,7 @@ class SharedLowering:
 
 def select(graph: Graph, kinds: Iterable[OutputKind]) -> tuple[list[Input], list[Node], list[Output]]:
     """The subgraph that outputs of some kinds need, with the guards in effect for them."""
-    wanted = set(kinds)
+    wanted = {*kinds, OutputKind.OVERFLOW} if kinds else set[OutputKind]()
     outputs = [o for o in graph.outputs if o.kind in wanted or (o.guard is not None and o.guard.concerns(wanted))]
     needed = {output.value for output in outputs}
     nodes = []

@@ -149,7 +149,7 @@ def _wrong_output(output: Output, spec: Spec, wrong: Complaint) -> None:
     wrong.fail(what, output, expected, got)
 
 
-EVERYWHERE = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD)
+EVERYWHERE = (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD, OutputKind.OVERFLOW)
 """Kinds of outputs that every rank gets."""
 
 

@@ -28,6 +28,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, Pass, PassContext, RuleCache
 from shardfx.passes.context_parallel import Context, in_stripes
+from shardfx.passes.expert_parallel import Experts, experts_of
 
 from .op_hints import pin_nodes
 from .seeds import BY_PASS, as_used, data_axes
@@ -121,6 +122,8 @@ def named_values(graph: Graph, context: PassContext) -> dict[Value, tuple[Spec, 
         matches = pattern(text).fullmatch
         hits = {names[n]: inputs[names[n]].value for n in names if matches(n)}
         values = list(hits.values()) or [v for m, vs in modules.items() if matches(m) for v in vs]
+        own = experts_of(graph, text, hint) if isinstance(hint, Experts) else {}
+        values = list(own) or values
         if not values:
             raise Error(
                 f"hint {text!r} matches nothing",
@@ -130,7 +133,7 @@ def named_values(graph: Graph, context: PassContext) -> dict[Value, tuple[Spec, 
                 remedy=did_you_mean(text, [*names, *modules], "see model.named_parameters()", count=3),
             )
         for value in values:
-            spec = as_spec(hint, graph.mesh, value.type.ndim, text)
+            spec = as_spec(own.get(value, hint), graph.mesh, value.type.ndim, text)
             parts = [(each.parts, n) for each, n in zip(spec.dims, value.shape, strict=True) if each.parts]
             if any(math.prod(part.size for part in each) != n for each, n in parts):
                 expected, got = "parts that make up each dim", f"{spec} of {list(value.shape)}"

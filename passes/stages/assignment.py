@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Output, Phase, Value
 from shardfx.ir.ops.traits import is_heavy
+from shardfx.ir.validate.definitions import EVERYWHERE
 
 At = tuple[int, ...]
 OF_WEIGHTS = (InputKind.PARAMETER, InputKind.STATE, InputKind.BUFFER)
@@ -56,7 +57,7 @@ class Assignment:
 
     def wanted(self, output: Output) -> At:
         """The stages in which an output leaves the program: none is all of them."""
-        if output.kind in (OutputKind.LOSS, OutputKind.RESULT, OutputKind.GUARD):
+        if output.kind in EVERYWHERE:
             return ()
         inp = next((each for each in self.graph.inputs if each.name == output.name), None)
         return self.inputs[inp.value] if inp is not None and inp.kind in OF_WEIGHTS else ()

@@ -7,7 +7,7 @@ from itertools import zip_longest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardfx.ir.graph import Graph, Input, Output
+from shardfx.ir.graph import Graph, Input, Output, OutputKind
 
 from .fault import Fault, first_output
 
@@ -55,12 +55,13 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _other_outputs(before: Graph, after: Graph) -> Fault | None:
-    wanted, there = ([(o.kind, o.name) for o in graph.outputs] for graph in (before, after))
+    planned = [o for o in after.outputs if o.kind is not OutputKind.OVERFLOW]
+    wanted, there = ([(o.kind, o.name) for o in outputs] for outputs in (before.outputs, planned))
     lost = next((key for key in wanted if key not in there), None)
     if lost is not None:
         return Fault("the planned graph lacks an output", f"{lost[0].value} {lost[1]}", certain=True)
     guards = {output.name: output.guard for output in before.outputs}
-    for output, key in zip_longest(after.outputs, wanted):
+    for output, key in zip_longest(planned, wanted):
         if (output.kind, output.name) not in wanted:
             return _other("the planned graph has an output that the captured one lacks", output)
         if key is None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from shardfx.compile import default_rank_passes, no_collection
+from shardfx.compile import default_rank_passes, no_collection, with_more_room
 from shardfx.compiled import Compiled
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
@@ -23,6 +23,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.rule_checks import with_rules
+from shardfx.passes import ExpertParallel
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.export_programs import write_rank, write_shared
@@ -57,6 +58,7 @@ RUNS = {kinds: name for name, kinds in NAMES.items()} | {
     INFER: "the model's results",
 }
 """The description of a call, by its set of outputs."""
+ROOM = "experts got more rows than there was room for; steps run as {} since"
 USUAL = (TRAIN, LOSS, STEP, INFER)
 """The sets of outputs that any call may run; others are requested explicitly."""
 
@@ -90,6 +92,8 @@ class Programs:
         self.compiled, self.target, self.device = compiled, target, target.device.type
         self.rank_passes = tuple(default_rank_passes(compiled.hints, self.device))
         self.step = ProgramRunner(compiled.after, self.program, store, lambda: target.make_engine(compiled.after))
+        if any(output.kind is OutputKind.OVERFLOW for output in compiled.after.outputs):
+            self.step.more_room = self._with_more_room
         inputs = (*compiled.after.of_kind(InputKind.ARGUMENT), *compiled.after.of_kind(InputKind.TARGET))
         self.call_inputs = {inp.name: inp for inp in inputs}
         self.notes: dict[str, None] = {}
@@ -113,6 +117,14 @@ class Programs:
         made = Programs(compiled, self.target, self.step.store)
         made.rank_passes = self.rank_passes
         return made
+
+    def _with_more_room(self) -> ProgramRunner:
+        """The runner of the same plan, with more room for the rows of experts."""
+        compiled = with_more_room(self.compiled)
+        self.notes[ROOM.format(next(each for each in compiled.passes if isinstance(each, ExpertParallel)))] = None
+        made = Programs(compiled, self.target, self.step.store)
+        made.rank_passes = self.rank_passes
+        return made.step
 
     @property
     def trains(self) -> bool:

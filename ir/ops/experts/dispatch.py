@@ -88,9 +88,7 @@ def expert_rows(counts: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor]:
     return sources, torch.where(known, at, -1).flatten(1), segments[:, blocks - 1 :: blocks].contiguous()
 
 
-@define(
-    "take_rows(Tensor x, Tensor index) -> Tensor", shapes=lambda x, index: x.new_empty((*index.shape, x.shape[-1]))
-)
+@define("take_rows(Tensor x, Tensor index) -> Tensor", shapes=lambda x, index: x.new_empty((*index.shape, x.shape[-1])))
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """The rows at an index, in each block."""
     blocks, (count, width) = x.shape[:-2], x.shape[-2:]

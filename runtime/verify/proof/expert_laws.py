@@ -203,7 +203,9 @@ class ExpertRows:
             made.results = [Value(TensorType(shape, value.type.dtype), made, 0)]
             (of,) = self.apply_whole(made, lambda _: 0)
             return None if of is None else Rows(of, route, "sorted")
-        return found if found is not None and found.stage == "sorted" and found.route == (route or found.route) else None
+        return (
+            found if found is not None and found.stage == "sorted" and found.route == (route or found.route) else None
+        )
 
     def _product(self, node: Node, term: TermOf) -> Made | None:
         ends = node.operands[2]

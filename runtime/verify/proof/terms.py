@@ -221,6 +221,8 @@ class _GraphReader:
             if value.spec is not None and value.spec.reduced() not in universe.specs.setdefault(term, []):
                 universe.specs[term].append(value.spec.reduced())
         self.known = frozenset(of.values())
+        flags = (output for output in graph.outputs if output.kind is OutputKind.OVERFLOW)
+        universe.outputs.update(((o.kind, o.name), of[o.value]) for o in flags)
 
     def read_captured(self, graph: Graph) -> None:
         """Record the terms of all values, and of the outputs."""
@@ -230,7 +232,7 @@ class _GraphReader:
             self.results(node)
         universe.captured.update(self.of.values())
         universe.decompositions = sum(traced is not None for traced in self.checked.values())
-        universe.outputs = {(o.kind, o.name): self.of[o.value] for o in graph.outputs}
+        universe.outputs |= {(o.kind, o.name): self.of[o.value] for o in graph.outputs}
 
     def results(self, node: Node, within: frozenset[Any] = frozenset()) -> tuple[int | None, ...]:
         """The terms of a node's results; it is ``within`` the decompositions of these ops."""
