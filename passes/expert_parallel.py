@@ -277,6 +277,11 @@ class RoutedRows:
         for node in reversed(self.graph.nodes):
             if node in alone and any(user in inside for value in node.outs for user in self.users[value]):
                 inside.add(node)
+        for node in self.graph.nodes:  # of several rows that would be put back one makes one: a bias that is added
+            operands = {value for value in node.operands if value.node in inside and value in rows}
+            if node in alone - inside and len(operands) > 1:
+                if all(user in inside or user is node for value in operands for user in self.users[value]):
+                    inside.add(node)
         return inside
 
     def _is_row_wise(self, node: Node, rows: set[Value]) -> bool:
@@ -312,7 +317,8 @@ class RoutedRows:
             sums = self._call(node, aten.sum.dim_IntList, counts, [3])
             more = self._call(node, aten.sub.Tensor, sums, self.room)
             own = self._call(node, aten.sum.default, self._call(node, aten.clamp.default, more, 0))
-            self.lost = own if lost is None else self._call(node, aten.add.Tensor, lost, own)
+            none = lost or self._call(node, aten.mul.Tensor, own, 0)  # so that the first layer is like the others
+            self.lost = self._call(node, aten.add.Tensor, none, own)
 
     def _rows(self, value: Value, node: Node) -> Value:
         """The rows of a value ``[n k h]``, or ``[n 1 h]``."""

@@ -18,6 +18,7 @@ from torch import fx
 
 from shardfx.ir.errors import Error
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops.experts.dispatch import Overflow
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.loop.stage_transfer import Message
 from shardfx.ir.program.source import ProgramSource
@@ -119,6 +120,8 @@ def run(
         except StopIteration as stop:
             results[rank] = stop.value
         except Exception as error:  # whatever a kernel raises
+            if isinstance(error, Overflow):
+                raise
             raise failed(rank, sources[rank].node_of(error), error) from error
 
     for rank in calls:

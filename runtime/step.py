@@ -11,6 +11,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
+from shardfx.ir.ops.experts.dispatch import Overflow
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.lower import select
@@ -148,17 +149,24 @@ class ProgramRunner:
             values = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, values, watch)
+            except Overflow:
+                return self._with_more_room(kinds, inputs, watch, start)
             except Error:
                 guarded = any(output.guard for each in programs.values() for output in each.outputs)
                 if kinds and guarded and len(programs) == self.graph.mesh.size:
                     self.run(frozenset(), inputs)  # the guards alone, of which one may say why
                 raise
-            if self.more_room is not None and any(overflows(programs[rank].outputs, out) for rank, out in outs.items()):
-                self.larger = self.more_room()
-                return self.larger.run(kinds, inputs, watch, start)
+            if any(overflows(programs[rank].outputs, out) for rank, out in outs.items()):
+                return self._with_more_room(kinds, inputs, watch, start)
             for rank, out in outs.items():
                 check_guards(programs[rank].outputs, out)
             return self._kept(programs, outs)
+
+    def _with_more_room(self, kinds: Kinds, inputs: Inputs, watch: Probe | None, start: RunStart) -> Results:
+        """Run the step again, from the same start."""
+        assert self.more_room is not None
+        self.larger = self.more_room()
+        return self.larger.run(kinds, inputs, watch, start)
 
     def _kept(self, programs: Mapping[int, RankProgram], outs: Mapping[int, Sequence[torch.Tensor]]) -> Results:
         """The distinct shards of the ranks' results; new content of stored values is committed."""

@@ -18,6 +18,7 @@ from shardfx.ir.registry import BY_FUNCTION, register
 from . import memory_ops, pack
 from .computing.row_update import step_rows
 from .computing.segment import segment, written_columns
+from .experts.dispatch import check_room
 from .loop import loop_ops, stage_transfer
 from .pools import transfer
 from .table import Arguments, Keywords, LocalOp, Plain
@@ -179,6 +180,7 @@ OTHER = (
     LocalOp("update.rows", step_rows, shares=True, rewrites=written_columns),
     LocalOp("c10d.wait_tensor", c10d.wait_tensor.default, shares=True, waits=True),
     LocalOp("getitem", operator.getitem, shares=True),
+    LocalOp("experts.check_room", check_room, shares=True, plain=lambda args, kwargs: args[0]),
 )
 
 register(*STARTS, *STAGES, *PACKING, *MEMORY, *POOLS, *LOOP_OPS, *OVER.values(), *INTO.values(), *OTHER)

@@ -21,7 +21,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shardfx.ir.graph import Graph, Input, InputKind, Node, Phase, Value
+from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.ops.sends import sends
 from shardfx.ir.ops.traits import gives_alias, is_cast, is_view
 
@@ -63,7 +63,7 @@ def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
 
 def update_early(graph: Graph, states: Iterable[Input]) -> None:
     """Move the updates of some states to where their gradients are final, and their parameters are no longer read."""
-    if any(output.guard is not None for output in graph.outputs):
+    if any(output.guard is not None or output.kind is OutputKind.OVERFLOW for output in graph.outputs):
         return
     now = {node: i for i, node in enumerate(graph.nodes)}
     ready = _ready(graph, now)

@@ -2,6 +2,7 @@
 
 from .arena import Arena
 from .buckets import AddInto, Buckets
+from .check_room import CheckRoom
 from .compiler_passes import AttentionLayout, MaterializeScalars, WriteBack
 from .destinations import GatherInto, InPlace
 from .interleave import Interleave
@@ -14,7 +15,7 @@ from .waits import Waits
 
 ORDER: tuple[type[RankPass], ...] = (
     *(AttentionLayout, Rematerialize, Waits, RematerializeUnpacks, Buckets, AddInto, GatherInto, InPlace, Overwrite),
-    *(MaterializeScalars, WriteBack, OwnOutputs, Segments, Interleave, Arena),
+    *(MaterializeScalars, WriteBack, OwnOutputs, Segments, Interleave, CheckRoom, Arena),
 )
 BUILT_IN: dict[str, type[RankPass]] = {each.name: each for each in ORDER}
 
@@ -24,9 +25,9 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     if compiled:
         return (AttentionLayout(), Rematerialize(), Waits(), MaterializeScalars(), WriteBack(), OwnOutputs())
     kept = (Waits(), RematerializeUnpacks(), Buckets(), AddInto(), GatherInto(), InPlace(), Overwrite())
-    return (*kept, OwnOutputs(), Segments(), Interleave())
+    return (*kept, OwnOutputs(), Segments(), Interleave(), CheckRoom())
 
 
-__all__ = ["BUILT_IN", "AddInto", "Arena", "AttentionLayout", "Buckets", "GatherInto", "InPlace", "Interleave"]
+__all__ = ["BUILT_IN", "AddInto", "Arena", "AttentionLayout", "Buckets", "CheckRoom", "GatherInto", "InPlace", "Interleave"]
 __all__ += ["MaterializeScalars", "Overwrite", "OwnOutputs", "RankContext", "RankPass", "Rematerialize", "Segments"]
 __all__ += ["RematerializeUnpacks", "Waits", "WriteBack", "built_in", "run_rank_passes"]

@@ -40,6 +40,7 @@ from torch import fx
 
 from shardfx.ir.cost.fusion import is_elementwise
 from shardfx.ir.cost.replay import values
+from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.memory_ops import materialize
 from shardfx.ir.ops.pack import dense_last
@@ -129,7 +130,7 @@ class WriteBack(RankPass):
     name: ClassVar[str] = "write-back"
 
     def run(self, program: RankProgram, context: RankContext) -> bool:
-        if any(output.guard is not None for output in program.outputs):
+        if any(output.guard is not None or output.kind is OutputKind.OVERFLOW for output in program.outputs):
             return False
         share, end = Aliasing(program.graph.nodes), program.result()
         pairs = zip(program.graph.find_nodes(op="placeholder"), program.inputs, strict=True)

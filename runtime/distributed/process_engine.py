@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops import memory_ops
+from shardfx.ir.ops.experts.dispatch import Overflow
 from shardfx.ir.ops.loop import stage_transfer
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.program.source import CallOverrides, ProgramSource, write_source
@@ -80,6 +81,8 @@ class ProcessEngine:
                 results: Sequence[Tensor] = source(*given)
             except Exception as error:
                 self._outbox.forget()
+                if isinstance(error, Overflow):  # on all ranks
+                    raise
                 raise ended(source.node_of(error), error) from error
             with ending_together("waiting for what it sent to other stages to arrive"):
                 self._outbox.empty()

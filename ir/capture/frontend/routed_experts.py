@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardfx.ir.ops.experts.routed_product import routed_mm
@@ -47,8 +46,7 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, transposed: 
     made: Tensor = routed_mm(x, w if transposed else w.transpose(1, 2), ids)
     if bias is None:
         return made
-    ones = torch.ones((x.shape[0], 1, 1), dtype=x.dtype, device=x.device)
-    return made + routed_mm(ones, bias.unsqueeze(1), ids)
+    return made + routed_mm(x.new_ones((x.shape[0], 1, 1)), bias.unsqueeze(1), ids)
 
 
 @contextmanager

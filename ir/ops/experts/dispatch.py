@@ -125,3 +125,18 @@ def parts_outer(x: Tensor, y: Tensor, ends: Tensor, parts: int) -> Tensor:
         found[i % parts] = made if before is None else before + made
     none = x.new_zeros((ends.shape[1], x.shape[2], y.shape[2]))
     return torch.cat([none if each is None else each for each in found]) if found else none[:0]
+
+
+class Overflow(RuntimeError):
+    """Rows of experts without room, found before anything of a step was written."""
+
+
+def check_room(lost: Tensor) -> Tensor:
+    """The number of rows without room, which is 0.
+
+    Raises:
+        Overflow: there are some.
+    """
+    if lost.any():
+        raise Overflow(f"{int(lost)} rows of experts have no room")
+    return lost
