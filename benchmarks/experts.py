@@ -31,6 +31,8 @@ SHAPES: dict[str, tuple[str, dict[str, int]]] = {
         {"hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
 }
+SENT = ("dispatch", "combine", "all-to-all")
+"""The kinds of communication that bring rows to experts and back, and how many they are."""
 LARGE = {"hidden_size": 4096, "moe_intermediate_size": 1536, "num_experts": 128, "intermediate_size": 12288, **QWEN3}
 LARGE |= {"num_attention_heads": 64, "num_hidden_layers": 94, "vocab_size": 151936}
 
@@ -70,7 +72,7 @@ def main() -> None:
         begun = time.perf_counter()
         pm = planned(kind, {**sizes, "num_hidden_layers": args.layers}, sx.Mesh(ep=8), 8, args.tokens)
         took = time.perf_counter() - begun
-        sent = sum(row.nbytes for row in pm.report().communication.rows if row.kind == "all-to-all") / args.layers
+        sent = sum(row.nbytes for row in pm.report().communication.rows if row.kind in SENT) / args.layers
         rows = 4 * (1 - 1 / 8) * args.tokens * sizes["num_experts_per_tok"] * sizes["hidden_size"] * 2
         line = f"{name:28}{rows / 1e6:10.0f}{sent / 1e6:10.0f}{sent / rows:7.2f}{pm.memory().peak / 1e9:10.2f}{took:9.1f}"
         print(line, flush=True)

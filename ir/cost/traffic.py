@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 
 from shardfx.ir.graph import Graph, Node, Output
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.ops import comm
+from shardfx.ir.ops.experts.dispatch import take_rows
 from shardfx.ir.ops.sends import is_comm, loop_of
+from shardfx.ir.ops.traits import is_view
 from shardfx.ir.program.loops.loop_nest import PlannedLoop, loop_axes, loop_nest
 
 
@@ -44,11 +47,23 @@ def over_loop(node: Node, mesh: Mesh) -> bool:
 
 
 def comm_name(node: Node, mesh: Mesh) -> str:
-    """The name of a comm node's kind in reports: ``all-gather``; ``ring`` of a halo that comes around the seam."""
+    """The name of a comm node's kind in reports: ``all-gather``; ``ring`` of a halo that comes around the seam,
+    ``dispatch`` and ``combine`` of rows that go to experts, and come back."""
     kind: str = node.op.kind
     around = any(window.wraps for _, window in node.kwargs.get("rows", ()))
-    name = "ring" if around else kind.replace("_", "-")
+    name = "ring" if around else experts_comm(node) or kind.replace("_", "-")
     return LOOP_COMM.get(kind, name) if over_loop(node, mesh) else name
+
+
+def experts_comm(node: Node) -> str:
+    """``dispatch`` or ``combine``, of rows of experts; else nothing."""
+    made = node.operands[0].node
+    moved = made
+    while moved is not None and is_view(moved):
+        moved = moved.operands[0].node
+    if node.op is not comm.all_to_all or moved is None or moved.op is not take_rows:
+        return ""
+    return "dispatch" if moved is made else "combine"
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:

@@ -58,7 +58,7 @@ RUNS = {kinds: name for name, kinds in NAMES.items()} | {
     INFER: "the model's results",
 }
 """The description of a call, by its set of outputs."""
-ROOM = "experts got more rows than there was room for; steps run as {} since"
+ROOM = "a step had more rows for experts than there was room for; since then there is room for"
 USUAL = (TRAIN, LOSS, STEP, INFER)
 """The sets of outputs that any call may run; others are requested explicitly."""
 
@@ -121,7 +121,8 @@ class Programs:
     def _with_more_room(self) -> ProgramRunner:
         """The runner of the same plan, with more room for the rows of experts."""
         compiled = with_more_room(self.compiled)
-        self.notes[ROOM.format(next(each for each in compiled.passes if isinstance(each, ExpertParallel)))] = None
+        room = next(each.room for each in compiled.passes if isinstance(each, ExpertParallel))
+        self.notes[f"{ROOM} {'twice the mean' if room == 1 else 'all rows'}"] = None
         made = Programs(compiled, self.target, self.step.store)
         made.rank_passes = self.rank_passes
         return made.step

@@ -16,17 +16,20 @@ assumption, which a flag checks in each step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from shardfx.ir.graph import Node, Value, substitute
+from shardfx.ir.graph import Graph, Node, OutputKind, Value, substitute
 from shardfx.ir.ops.experts.dispatch import expert_rows, expert_slots, parts_mm, parts_outer, take_rows
 from shardfx.ir.ops.experts.routed_product import routed_mm, routed_outer
+from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import TensorType
+from shardfx.runtime.verify.fault import Fault
 
 from .head_copies import Made, Make, TermOf, Types
 
@@ -280,3 +283,52 @@ def is_row_wise(node: Node, rule: ShardingRule) -> bool:
     barred = rule.replicated | rule.windows.keys() | rule.leaders
     barred |= {factor for each in dims for dim in each[2:] for factor in dim}
     return barred.isdisjoint(factor for dim in lead.pop() for factor in dim)
+
+
+def unchecked_rows(graph: Graph, of: Mapping[Value, int]) -> Fault | None:
+    """A fault where a plan has too little room for all rows, and does not count those without; ``of`` are terms."""
+    late = [output.value for output in graph.outputs if output.kind is OutputKind.OVERFLOW]
+    counted = set[tuple[int, int]]()
+    while late:
+        value = late.pop()
+        node = value.node
+        if node is None:
+            continue
+        if isinstance(node.op, OwnOp):
+            late.append(node.operands[value.index])
+        elif node.op is aten.add.Tensor:
+            late += node.operands
+        elif found := _without_room(node):
+            counted.add((of[found[0].outs[0]], found[1]))
+    for node in graph.nodes:
+        if node.op is expert_slots and node.args[3] < math.prod(node.operands[0].shape[2:]):
+            if (of[node.outs[0]], node.args[3]) not in counted:
+                what = "rows of experts that have no room are not counted"
+                return Fault(what, node=node.outs[0].name, where=str(node.where), certain=True)
+    return None
+
+
+def _without_room(node: Node) -> tuple[Node, int] | None:
+    """The slots of which a node sums the rows without room, and the room: sum(clamp(sum(counts, [3]) - room, 0))."""
+    clamped = _maker(node) if node.op is aten.sum.default and not node.kwargs and len(node.args) == 1 else None
+    if clamped is None or clamped.op is not aten.clamp.default or clamped.args[1:] != (0,) or clamped.kwargs:
+        return None
+    less = _maker(clamped)
+    if less is None or less.op is not aten.sub.Tensor or less.kwargs or not isinstance(less.args[1], int):
+        return None
+    summed = _maker(less)
+    if summed is None or summed.op is not aten.sum.dim_IntList or summed.args[1:] != ([3],):
+        return None
+    counts = summed.operands[0]
+    while counts.node is not None and isinstance(counts.node.op, OwnOp):
+        counts = counts.node.operands[counts.index]
+    slots = counts.node
+    return (slots, less.args[1]) if slots is not None and slots.op is expert_slots and counts.index == 2 else None
+
+
+def _maker(node: Node) -> Node | None:
+    """The node of a node's first operand, behind communication."""
+    value = node.operands[0]
+    while value.node is not None and isinstance(value.node.op, OwnOp):
+        value = value.node.operands[value.index]
+    return value.node

@@ -32,7 +32,7 @@ from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justif
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
 
-from .expert_laws import ExpertRows
+from .expert_laws import ExpertRows, unchecked_rows
 from .head_copies import HeadCopies, Types
 from .step_laws import AttentionSteps
 
@@ -327,7 +327,7 @@ def same_function(
             universe = build(before, after, book, decomposed=every)
             other = _other(universe, wanted)
             if other is None:
-                return universe
+                return unchecked_rows(after, universe.of) or universe
             fault = _blamed(universe, after, other)
     except Unjustified as error:
         return Fault(str(error))

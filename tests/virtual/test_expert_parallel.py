@@ -1,0 +1,246 @@
+"""Mixtures of experts over ranks: unedited models of transformers, drawn routings, steps that need more room."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardfx as sx
+from tests.collective_counts import count_collectives
+from tests.reference import check_step
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 48, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": False}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 32, "num_experts_per_tok": 2}
+FEW = {"moe_intermediate_size": 12, "num_experts": 8}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+GROUPS = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", {"num_local_experts": 4}),
+    "qwen3": ("Qwen3Moe", {"head_dim": 4, **FEW}),
+    "deepseek": ("DeepseekV3", {"num_key_value_heads": 4, "moe_intermediate_size": 12, **LATENT, **GROUPS}),
+    "gpt-oss": ("GptOss", {"num_local_experts": 8, "head_dim": 4, "pad_token_id": 0}),
+    "olmoe": ("Olmoe", {"num_experts": 8, "eos_token_id": 1}),
+    "granite": ("GraniteMoe", {"num_local_experts": 8}),
+}
+IDS = torch.arange(64).reshape(8, 8) * 7 % 48
+
+
+def loss(out: Any, labels: Tensor) -> Tensor:
+    return F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+
+def model(name: str, **more: Any) -> tuple[nn.Module, nn.Module]:
+    """A model in float64 as it is, and a copy that loops over its experts, as float64 needs on one device."""
+    torch.manual_seed(0)
+    kind, config = MODELS[name]
+    made = getattr(transformers, f"{kind}Config")(**{**SIZES, **config, **more})
+    made = getattr(transformers, f"{kind}ForCausalLM")(made).double().train()
+    alone = deepcopy(made)
+    alone.set_experts_implementation("eager")
+    return made, alone
+
+
+def plan(made: nn.Module, mesh: sx.Mesh, specs: Any, tokens: str = "", **more: Any) -> sx.ParallelModule:
+    tokens = tokens or f"{' '.join(axis for axis in mesh.names if axis in ('dp', 'ep'))}, -"
+    given = {"args.0": tokens, "targets.0": tokens, **specs}
+    hints = sx.Hints(args=(IDS,), targets=(IDS,), loss=loss, specs=given, **more)
+    return sx.parallelize(made, mesh, hints, virtual=True)
+
+
+def comm(pm: sx.ParallelModule, kind: str) -> int:
+    return sum(row.calls for row in pm.report().communication.rows if row.kind == kind)
+
+
+EP = {"**.experts": sx.Experts("ep")}
+EP_TP = {"**.experts.gate_up_proj": "ep, tp, -", "**.experts.down_proj": "ep, -, tp"}
+PLANS: dict[str, tuple[sx.Mesh, dict[str, Any], str]] = {
+    "ep": (sx.Mesh(ep=2), EP, ""),
+    "ep of four": (sx.Mesh(ep=4), EP, ""),
+    "dp, ep": (sx.Mesh(dp=2, ep=2), EP, ""),
+    "ep, tp": (sx.Mesh(ep=2, tp=2), EP_TP, ""),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_expert_parallel_matches_single_device(name: str, how: str) -> None:
+    mesh, specs, tokens = PLANS[how]
+    if name == "gpt-oss" and how == "ep, tp":  # its matrices are transposed
+        specs = {"**.experts.gate_up_proj": "ep, -, tp", "**.experts.down_proj": "ep, tp, -"}
+    made, alone = model(name)
+    pm = plan(made, mesh, specs, tokens)
+    layers = 1 if name == "deepseek" else 2
+    assert comm(pm, "dispatch") == comm(pm, "combine") == 2 * layers
+    bound = 1e-10 if name == "deepseek" else 1e-12  # its router computes in float32
+    check_step(pm, alone, loss, (IDS,), (IDS,), bound=bound)
+
+
+OTHERS: dict[str, tuple[sx.Mesh, dict[str, Any], str, dict[str, Any]]] = {
+    "tokens on all": (sx.Mesh(ep=2), EP, "-, -", {}),
+    "tokens over dp": (sx.Mesh(dp=2, ep=2), EP, "dp, -", {}),
+    "a sequence": (sx.Mesh(dp=2, cp=2), {"**.experts": sx.Experts("dp cp")}, "dp, cp", {}),
+    "a sequence alone": (sx.Mesh(dp=2, cp=2), {"**.experts": sx.Experts("cp")}, "dp, cp", {}),
+    "axes in another order": (sx.Mesh(ep=2, dp=2), {"**.experts": sx.Experts("dp ep")}, "ep dp, -", {}),
+    "attention tp, experts ep": (sx.Mesh(tp=2, ep=2), {"**.experts": sx.Experts("tp ep")}, "ep, -", {}),
+    "zero": (sx.Mesh(dp=2, ep=2), EP, "", {"zero": 3, "zero_min_numel": 1}),
+    "recompute": (sx.Mesh(ep=2), EP, "", {"recompute": "model.layers.*"}),
+    "loop": (sx.Mesh(ep=2, mb=sx.Loop(2)), EP, "mb ep, -", {}),
+    "pipeline": (sx.Mesh(pp=2, ep=2, mb=sx.Loop(2)), EP, "mb ep, -", {"pipeline": sx.Pipeline()}),
+    "guards": (sx.Mesh(ep=2), EP, "", {"guard": True}),
+    "data alone": (sx.Mesh(dp=4), {}, "dp, -", {}),
+    "tensors alone": (sx.Mesh(tp=2), {key: each.replace("ep", "-") for key, each in EP_TP.items()}, "-, -", {}),
+    "experts that ranks do not divide": (sx.Mesh(ep=3), {"**.experts.*": "ep, -, -"}, "-, -", {}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", OTHERS)
+def test_experts_with_other_parallelism_match_single_device(how: str) -> None:
+    mesh, specs, tokens, more = OTHERS[how]
+    made, alone = model("mixtral", num_hidden_layers=4 if how == "pipeline" else 2)
+    check_step(plan(made, mesh, specs, tokens, **more), alone, loss, (IDS,), (IDS,), bound=1e-12)
+
+
+@pytest.mark.long
+def test_the_loss_of_the_router_is_that_of_all_tokens() -> None:
+    def with_router(out: Any, labels: Tensor) -> Tensor:
+        return loss(out, labels) + out.aux_loss
+
+    made, alone = model("mixtral", output_router_logits=True)
+    specs = {"args.0": "ep, -", "targets.0": "ep, -", **EP}
+    hints = sx.Hints(args=(IDS,), targets=(IDS,), loss=with_router, specs=specs)
+    check_step(sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=True), alone, with_router, (IDS,), (IDS,), bound=1e-12)
+
+
+# ---- one layer, whose ids are inputs --------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """Mixtral's experts, with the ids that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kind, config = MODELS["mixtral"]
+        made = getattr(transformers, f"{kind}Config")(**{**SIZES, **config})
+        self.config = made
+        self.norm = nn.Linear(16, 16)
+        self.experts = transformers.models.mixtral.modeling_mixtral.MixtralExperts(made)
+        for each in self.experts.parameters():
+            nn.init.normal_(each)
+        made._experts_implementation = "eager"
+
+    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        return self.experts(self.norm(x), ids, weights)
+
+
+def squares(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+def routed(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x, weights = torch.randn(32, 16, generator=draw).double(), torch.rand(32, 2, generator=draw).double()
+    ids = torch.randint(4, (32, 2), generator=draw)
+    kind = seed % 5
+    if kind == 1:
+        ids = torch.full_like(ids, seed % 4)  # all to one expert, twice
+    elif kind == 2:
+        ids = ids.clamp(max=1)  # two experts get nothing, and so does one of two ranks
+    elif kind == 3:
+        ids = torch.rand(32, 4, generator=draw).topk(2, -1).indices
+    return x, ids, weights
+
+
+def layer(capacity: float = 1.25, **more: Any) -> tuple[sx.ParallelModule, nn.Module]:
+    torch.manual_seed(0)
+    made = Layer().double()
+    specs = {f"args.{i}": "ep, -" for i in range(3)} | {"experts": sx.Experts("ep", capacity)}
+    hints = sx.Hints(args=routed(), loss=squares, specs=specs, **more)
+    return sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=True), deepcopy(made)
+
+
+def test_drawn_routings_match_single_device() -> None:
+    pm, alone = layer()
+    for seed in range(50):
+        pm.zero_grad()
+        alone.zero_grad()
+        check_step(pm, alone, squares, routed(seed), bound=1e-12, proven=not seed)
+    assert any("twice the mean" in each for each in pm.report().warnings)
+
+
+def test_a_step_without_room_is_bitwise_that_of_the_larger_capacity() -> None:
+    """Ten steps inside the plan, of which some need twice the room, and some room for all rows."""
+    updated = {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.1), "clip_grad_norm": 1.0}
+    (small, _), (large, _) = layer(1.0, **updated), layer(1e9, **updated)
+    for seed in range(10):
+        assert torch.equal(small.step(*routed(seed)), large.step(*routed(seed)))
+    theirs = large.full_state_dict()
+    assert all(torch.equal(each, theirs[name]) for name, each in small.full_state_dict().items())
+    assert "experts.check_room" in small.rank_module(0).code.replace("shardfx_ir_ops_experts_dispatch_", "experts.")
+    assert not any("room" in each for each in large.report().warnings)
+
+
+def test_a_step_that_runs_again_draws_the_same_random_numbers() -> None:
+    class Dropped(Layer):
+        def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+            return super().forward(F.dropout(x, 0.5, self.training), ids, weights)
+
+    torch.manual_seed(0)
+    made, found = Dropped().double(), []
+    for capacity in (0.5, 1e9):
+        specs = {f"args.{i}": "ep, -" for i in range(3)} | {"experts": sx.Experts("ep", capacity)}
+        hints = sx.Hints(args=routed(), loss=squares, specs=specs)
+        pm = sx.parallelize(deepcopy(made), sx.Mesh(ep=2), hints, virtual=True)
+        torch.manual_seed(1)
+        found.append([pm(*routed(seed)) for seed in range(3)])
+    assert all(map(torch.equal, *found))
+
+
+def test_dispatch_sends_its_room_and_no_weights() -> None:
+    """Rows to the other rank and back, forward and backward: 1.25 x half of them, and counts of them."""
+    pm, _ = layer()
+    x, ids, weights = routed(3)
+    ids = torch.stack([torch.arange(32) % 4, (torch.arange(32) + 1) % 4], 1)
+    with count_collectives() as counts:
+        pm(x, ids, weights).backward()
+    assert {op for op, _ in counts} == {"all_to_all_single", "all_reduce"}
+    sent = sum(count.nbytes for (op, _), count in counts.items() if op == "all_to_all_single")
+    rows = 4 * (1 - 1 / 2) * 16 * 2 * 16 * 8
+    assert sent == pytest.approx(1.25 * rows + 16, rel=0.01)
+
+
+def test_a_saved_plan_has_its_experts(tmp_path: Path) -> None:
+    pm, _ = layer(1.5)
+    known = sx.Plan.load(pm.plan.save(tmp_path / "plan.json"))
+    assert known.specs["experts"] == sx.Experts("ep", 1.5)
+    again = sx.parallelize(
+        Layer().double(), known.mesh, sx.Hints(args=routed(), loss=squares, specs=known.specs), virtual=True
+    )
+    assert not known.differences(again.planned)
+
+
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "no room": (lambda: sx.Experts("ep", capacity=0), "experts without room for rows"),
+    "no number": (lambda: sx.Experts("ep", capacity="much"), "experts without room for rows"),
+    "no axis": (lambda: sx.Experts(""), "the axis of Experts is no name"),
+    "an unknown axis": (lambda: plan(model("mixtral")[0], sx.Mesh(ep=2), {"**.experts": sx.Experts("dp")}), "unknown"),
+    "no experts": (lambda: plan(model("mixtral")[0], sx.Mesh(ep=2), {"**.mlps": sx.Experts("ep")}), "names no experts"),
+    "a number of experts": (lambda: plan(model("mixtral")[0], sx.Mesh(ep=3), EP, "-, -"), "a mesh with an axis of 2"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_experts_are_an_error(case: str) -> None:
+    wrong, said = WRONG[case]
+    with pytest.raises(sx.Error, match=said):
+        wrong()
