@@ -1,4 +1,4 @@
-"""Expert parallelism: the bytes that a rank sends for one layer of experts, its peak memory, and how long planning takes.
+"""Expert parallelism: the bytes that a rank sends for one layer of experts, its peak memory, and the time to plan.
 
     python -m benchmarks.experts [--layers 2] [--tokens 4096] [--plan]
 
@@ -74,7 +74,9 @@ def main() -> None:
         took = time.perf_counter() - begun
         sent = sum(row.nbytes for row in pm.report().communication.rows if row.kind in SENT) / args.layers
         rows = 4 * (1 - 1 / 8) * args.tokens * sizes["num_experts_per_tok"] * sizes["hidden_size"] * 2
-        line = f"{name:28}{rows / 1e6:10.0f}{sent / 1e6:10.0f}{sent / rows:7.2f}{pm.memory().peak / 1e9:10.2f}{took:9.1f}"
+        line = (
+            f"{name:28}{rows / 1e6:10.0f}{sent / 1e6:10.0f}{sent / rows:7.2f}{pm.memory().peak / 1e9:10.2f}{took:9.1f}"
+        )
         print(line, flush=True)
 
 

@@ -15,9 +15,9 @@ from .stages import Loops, Pipeline, stages_as_planned
 from .unfold_repeats import UnfoldRepeats
 
 __all__ = ["BUILT_IN", "COMM_EXPLICIT", "HINTED", "ON_REQUEST", "ORDER", "SHARDED", "BindHints", "BucketComm"]
-__all__ += ["CastPlacement", "Context", "ContextParallel", "DuplicateViews", "ExpertParallel", "Experts", "Loops"]
-__all__ += ["Offload", "Order", "Partition"]
-__all__ += ["Pass", "PassContext", "PassError", "Pipeline", "Propagate", "RankContext", "RankPass", "Reassociate"]
-__all__ += ["Recompute", "RematerializeCasts", "RematerializeGathers", "RematerializeKeys", "Spatial", "SumPlacement"]
-__all__ += ["TableRows", "UnfoldRepeats", "Zero", "arrange", "check_order", "hint_value", "is_full_pipeline"]
-__all__ += ["EmbeddingTables", "options_text", "parse_pass", "run_passes", "stages_as_planned", "steps"]
+__all__ += ["CastPlacement", "Context", "ContextParallel", "DuplicateViews", "EmbeddingTables", "ExpertParallel"]
+__all__ += ["Experts", "Loops", "Offload", "Order", "Partition", "Pass", "PassContext", "PassError", "Pipeline"]
+__all__ += ["Propagate", "RankContext", "RankPass", "Reassociate", "Recompute", "RematerializeCasts"]
+__all__ += ["RematerializeGathers", "RematerializeKeys", "Spatial", "SumPlacement", "TableRows", "UnfoldRepeats"]
+__all__ += ["Zero", "arrange", "check_order", "hint_value", "is_full_pipeline", "options_text", "parse_pass"]
+__all__ += ["run_passes", "stages_as_planned", "steps"]

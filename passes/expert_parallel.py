@@ -13,8 +13,8 @@ blocks and the parts imply an all-to-all:
              %6 = shardfx.parts_mm(%5, %w, %ends)           matrices [8{ep}, 64, 96]: none is sent
              ...                                            and back again
 
-Each block has room for so many rows of a part, ``capacity`` times the mean: rows without room are counted, and a step that
-has some is run again with more room (``OutputKind.OVERFLOW``).
+Each block has room for so many rows of a part, ``capacity`` times the mean: rows without room are counted, and a step
+that has some is run again with more room (``OutputKind.OVERFLOW``).
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ LOST = "rows of experts without room"
 class Experts:
     """Expert parallelism of the experts in a module: ``specs={"**.experts": sx.Experts("ep")}``.
 
-    All their weights are sharded by expert. Where the axis shards tokens as well, as by ``"kwargs.input_ids": "ep, -"``,
-    each rank sends the rows of its tokens to the ranks of their experts, and gets the results back: two all-to-alls
-    forward and two backward. Where tokens are replicated over it, each rank computes the rows of its own experts.
+    All their weights are sharded by expert. Where the axis shards tokens as well, as ``"kwargs.input_ids": "ep, -"``
+    says, each rank sends the rows of its tokens to the ranks of their experts, and gets the results back: two
+    all-to-alls forward and two backward. Where tokens are replicated over it, each rank computes the rows of its own
+    experts.
 
     Args:
         axis: the mesh axis over which experts are sharded; several, major first, as ``"dp ep"``.
@@ -147,7 +148,7 @@ def experts_of(graph: Graph, text: str, hint: Experts) -> dict[Value, Spec]:
         raise Error(
             f"hint {text!r} names no experts",
             where="Hints(specs=...)",
-            expected=f"a module of experts, of which a token has some: {', '.join(modules[:4]) or 'there is none here'}",
+            expected=f"a module of experts of which a token has some: {', '.join(modules[:4]) or 'none here'}",
             got=f"{text!r}: {hint}",
             remedy=remedy,
         )
@@ -169,7 +170,7 @@ def experts_of(graph: Graph, text: str, hint: Experts) -> dict[Value, Spec]:
                 where=f"hint {text!r}: {hint}; {node.where}",
                 expected=f"a number of ranks that divides {count} experts",
                 got=f"{ranks} ranks of {hint.axis!r}",
-                remedy=f"experts over {fits} of them: a mesh with an axis of {fits} ranks, and another one for the rest",
+                remedy=f"experts over {fits}: a mesh with an axis of {fits} ranks, and another one for the rest",
             )
         if value in inputs:
             made[value] = Spec((DimSharding(hint.axes), *[REPLICATED] * (value.type.ndim - 1)))
@@ -279,9 +280,9 @@ class RoutedRows:
                 inside.add(node)
         for node in self.graph.nodes:  # of several rows that would be put back one makes one: a bias that is added
             operands = {value for value in node.operands if value.node in inside and value in rows}
-            if node in alone - inside and len(operands) > 1:
-                if all(user in inside or user is node for value in operands for user in self.users[value]):
-                    inside.add(node)
+            users = (user for value in operands for user in self.users[value])
+            if node in alone - inside and len(operands) > 1 and all(user in inside or user is node for user in users):
+                inside.add(node)
         return inside
 
     def _is_row_wise(self, node: Node, rows: set[Value]) -> bool:
@@ -379,7 +380,7 @@ class RoutedRows:
     # ---- blocks of tokens ------------------------------------------------------------------------------------------
 
     def _split(self) -> tuple[list[int], list[int]]:
-        """The sizes of tokens as dims, one for each axis that shards them; and the order of these in blocks ``d e t``."""
+        """The sizes of tokens as dims, one for each axis that shards them; and their order as blocks ``d e t``."""
         sizes, axes = list[int](), list[str]()
         for part in self.tokens.sub(self.count):
             sizes += [*map(self._extent, part.axes), part.size // self.mesh.extent(part.axes)]
@@ -436,6 +437,7 @@ class RoutedRows:
             made = project(sharding, node.outs[0].shape[dim], rule.dim_sizes(factors), self.mesh)
             asked.update(zip(factors, made or (), strict=True))
         axes = {axis for each in asked.values() for axis in each.axes}
+        assert node.strategy is not None
         kept = factor_shardings(rule, node, self.mesh)
         for axis in axes:
             kept = {factor: without(each, axis, self.mesh) for factor, each in kept.items()}
@@ -471,7 +473,7 @@ def keeps_first_dim(node: Node, cache: RuleCache) -> bool:
         return False
     rule = cache.rule(node)
     (first, *_), made = rule.operands[0], rule.results[0]
-    return bool(made) and made[0] == first and rule.replicated.isdisjoint(first)
+    return made is not None and made[0] == first and rule.replicated.isdisjoint(first)
 
 
 def _axes_of(value: Value, parameters: set[Value]) -> tuple[str, ...]:

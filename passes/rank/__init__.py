@@ -28,6 +28,6 @@ def built_in(device: str, compiled: bool = False) -> tuple[RankPass, ...]:
     return (*kept, OwnOutputs(), Segments(), Interleave(), CheckRoom())
 
 
-__all__ = ["BUILT_IN", "AddInto", "Arena", "AttentionLayout", "Buckets", "CheckRoom", "GatherInto", "InPlace", "Interleave"]
-__all__ += ["MaterializeScalars", "Overwrite", "OwnOutputs", "RankContext", "RankPass", "Rematerialize", "Segments"]
-__all__ += ["RematerializeUnpacks", "Waits", "WriteBack", "built_in", "run_rank_passes"]
+__all__ = ["BUILT_IN", "AddInto", "Arena", "AttentionLayout", "Buckets", "CheckRoom", "GatherInto", "InPlace"]
+__all__ += ["Interleave", "MaterializeScalars", "Overwrite", "OwnOutputs", "RankContext", "RankPass", "Rematerialize"]
+__all__ += ["RematerializeUnpacks", "Segments", "Waits", "WriteBack", "built_in", "run_rank_passes"]

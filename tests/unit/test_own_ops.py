@@ -30,6 +30,7 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
     indices = torch.randint(30, pooled.shape)
     ends = torch.tensor([3, 3, 8, 10])
     q, k, v, grad, rows = f(2, 4, 6, 8), f(2, 2, 5, 8), f(2, 2, 5, 3), f(2, 4, 6, 3), f(2, 4, 6)
+    pairs, gets = torch.tensor([[[[0, 3], [2, 1], [3, 3]]]]), torch.tensor([[[[1, 1], [1, 3]], [[2, 0], [0, 1]]]])
     draw, view = (0.5, torch.tensor(7), 3, []), (1, 2, 3)
     steps_of = tuple(f(2, n, 6, e).unflatten(2, view) for n, e in ((4, 8), (2, 8), (2, 3)))
     return {
@@ -52,6 +53,13 @@ def calls() -> dict[str, list[tuple[Any, ...]]]:
         ],
         "draw": [(torch.tensor(7), 3)],
         "dropout": [(x, 0.5, torch.tensor(7), 3, [])],
+        "expert_rows": [(gets, 4), (gets, 2)],
+        "expert_slots": [(pairs, 4, 2, 6), (pairs, 4, 2, 2), (pairs, 4, 1, 6)],
+        "parts_mm": [(f(4, 5, 6), f(4, 6, 3), torch.tensor([[1, 4], [0, 5], [2, 2], [5, 5]]))],
+        "parts_outer": [(f(4, 5, 6), f(4, 5, 3), torch.tensor([[1, 4], [0, 5], [2, 2], [5, 5]]), 2)],
+        "routed_mm": [(f(3, n, 6), f(4, 6, 5), torch.tensor([[0, 3], [3, 3], [-1, 2]])) for n in (1, 2)],
+        "routed_outer": [(f(3, 1, 6), f(3, 2, 5), torch.tensor([[0, 3], [3, 3], [-1, 2]]), 4)],
+        "take_rows": [(f(2, 5, 3), torch.tensor([[[0, 4], [-1, 1]], [[2, 2], [3, -1]]]))],
         "grouped_mm": [(f(12, 6), f(4, 6, 5), ends), (f(6, 6), f(2, 6, 5), ends, [12, 4, 6], [4, 1, 2])],
         "grouped_outer": [(f(12, 6), f(12, 5), ends), (f(6, 6), f(6, 5), ends, [12, 4, 6], [4, 1, 2])],
         "joined_moments": [(f(2, 3), 12, dtype) for dtype in (torch.float32, torch.float64)],

@@ -122,7 +122,7 @@ def test_passes_that_stand_there_on_request() -> None:
     assert [each.name for each in sx.passes.default_passes(hints(zero=1)) if each.name in ON_REQUEST] == ["zero"]
     given = sx.passes.default_passes(hints("zero{level=1}", "recompute{modules='0'}", sx.Recompute("2")))
     places = {each.name: i for i, each in enumerate(given)}
-    assert places["propagate"] + 2 == places["zero"] and places["unfold-repeats"] + 2 == places["recompute"]
+    assert places["propagate"] + 3 == places["zero"] and places["unfold-repeats"] + 2 == places["recompute"]
     with pytest.raises(sx.Error, match="'zero' is given twice"):
         sx.passes.default_passes(hints("zero{level=1}", "zero{level=3}"))
 

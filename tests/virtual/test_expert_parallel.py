@@ -119,7 +119,9 @@ def test_the_loss_of_the_router_is_that_of_all_tokens() -> None:
     made, alone = model("mixtral", output_router_logits=True)
     specs = {"args.0": "ep, -", "targets.0": "ep, -", **EP}
     hints = sx.Hints(args=(IDS,), targets=(IDS,), loss=with_router, specs=specs)
-    check_step(sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=True), alone, with_router, (IDS,), (IDS,), bound=1e-12)
+    check_step(
+        sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=True), alone, with_router, (IDS,), (IDS,), bound=1e-12
+    )
 
 
 # ---- one layer, whose ids are inputs --------------------------------------------------------------------------------

@@ -46,7 +46,8 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None, ids: Tensor, transposed: 
     made: Tensor = routed_mm(x, w if transposed else w.transpose(1, 2), ids)
     if bias is None:
         return made
-    return made + routed_mm(x.new_ones((x.shape[0], 1, 1)), bias.unsqueeze(1), ids)
+    of_bias: Tensor = routed_mm(x.new_ones((x.shape[0], 1, 1)), bias.unsqueeze(1), ids)
+    return made + of_bias
 
 
 @contextmanager

@@ -41,7 +41,8 @@ def routed_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     """The product of each row with the matrix of its expert."""
     order, ends = by_expert(ids, w.shape[0])
     made = grouped_mm(_rows(x, order, ids.shape[1]), w, ends)
-    return torch.empty_like(made).index_copy_(0, order, made).unflatten(0, ids.shape)
+    out: Tensor = torch.empty_like(made).index_copy_(0, order, made).unflatten(0, ids.shape)
+    return out
 
 
 @define(

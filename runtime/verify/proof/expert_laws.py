@@ -149,9 +149,9 @@ class ExpertRows:
         count = next((i for i in range(len(dims), 0, -1) if dims[i - 1] != i - 1), 0)
         order = tuple(dims[:count])
         before, known = self._permuted.get(self._base(term), (0, PLAIN))
-        if known[1] and shape[:count] == tuple(known[0][i] for i in known[1]):
-            if order == tuple(sorted(range(len(known[1])), key=known[1].__getitem__)):
-                return (self.reshaped(before, node.outs[0].type, node),)
+        back = tuple(sorted(range(len(known[1])), key=known[1].__getitem__))
+        if count and order == back and shape[:count] == tuple(known[0][i] for i in known[1]):
+            return (self.reshaped(before, node.outs[0].type, node),)
         made = call(node, term_of, types)
         if count:
             self._permuted[made[0]] = self._base(term), (tuple(shape[:count]), order)
@@ -301,10 +301,10 @@ def unchecked_rows(graph: Graph, of: Mapping[Value, int]) -> Fault | None:
         elif found := _without_room(node):
             counted.add((of[found[0].outs[0]], found[1]))
     for node in graph.nodes:
-        if node.op is expert_slots and node.args[3] < math.prod(node.operands[0].shape[2:]):
-            if (of[node.outs[0]], node.args[3]) not in counted:
-                what = "rows of experts that have no room are not counted"
-                return Fault(what, node=node.outs[0].name, where=str(node.where), certain=True)
+        few = node.op is expert_slots and node.args[3] < math.prod(node.operands[0].shape[2:])
+        if few and (of[node.outs[0]], node.args[3]) not in counted:
+            what = "rows of experts that have no room are not counted"
+            return Fault(what, node=node.outs[0].name, where=str(node.where), certain=True)
     return None
 
 
