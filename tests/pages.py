@@ -26,6 +26,7 @@ PAGES = (
     "docs/pipelines.md",
     "docs/schedules.md",
     "docs/long-context.md",
+    "docs/experts.md",
     "docs/loops.md",
     "docs/tables.md",
     "docs/writing_rules.md",

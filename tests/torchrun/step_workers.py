@@ -7,7 +7,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.plans import MESHES
+from tests.reference import check_step
 from tests.stepped import KINDS, alone, apart, batches, small_plan
+from tests.virtual.test_expert_parallel import layer, routed, squares
 
 from .program_workers import WORKERS
 from .workers import worker
@@ -23,6 +25,26 @@ def steps_like_one_device(mesh: str, zero: str, *kinds: str) -> None:
         pm = small_plan(KINDS[kind], MESHES[mesh], zero=int(zero), clip_grad_norm=0.1)
         assert apart(pm, losses, params) < 1e-9, kind
         assert pm.verify(), (kind, pm.verify().why)
+
+
+@worker
+def experts_get_more_room() -> None:
+    """Calls and whole steps that find too little room on some rank, and run again on all."""
+    pm, alone = layer(1.0, virtual=None)
+    stepped, trained = layer(1.0, virtual=None, optimizer=torch.optim.AdamW)
+    optimizer = torch.optim.AdamW(trained.parameters())
+    for seed in range(4):
+        pm.zero_grad()
+        alone.zero_grad()
+        check_step(pm, alone, squares, routed(seed), bound=1e-12, proven=not seed)
+        optimizer.zero_grad()
+        loss = squares(trained(*routed(seed)))
+        loss.backward()
+        optimizer.step()
+        assert float(stepped.step(*routed(seed))) == pytest.approx(float(loss), abs=1e-12)
+    params, state = dict(trained.named_parameters()), stepped.full_state_dict()
+    assert all(torch.allclose(state[name], value, atol=1e-12) for name, value in params.items())
+    assert any("twice the mean" in each for each in stepped.report().warnings)
 
 
 @worker

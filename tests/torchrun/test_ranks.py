@@ -47,6 +47,7 @@ def test_whole_steps(tmp_path: Path) -> None:
         "steps_like_one_device:dp2,1,AdamW",
         "steps_like_one_device:dp2,3,two",
         f"states_are_saved_and_loaded:{tmp_path}",
+        "experts_get_more_room",
     )
 
 

@@ -163,12 +163,12 @@ def routed(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return x, ids, weights
 
 
-def layer(capacity: float = 1.25, **more: Any) -> tuple[sx.ParallelModule, nn.Module]:
+def layer(capacity: float = 1.25, virtual: bool | None = True, **more: Any) -> tuple[sx.ParallelModule, nn.Module]:
     torch.manual_seed(0)
     made = Layer().double()
     specs = {f"args.{i}": "ep, -" for i in range(3)} | {"experts": sx.Experts("ep", capacity)}
     hints = sx.Hints(args=routed(), loss=squares, specs=specs, **more)
-    return sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=True), deepcopy(made)
+    return sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=virtual), deepcopy(made)
 
 
 def test_drawn_routings_match_single_device() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardfx as sx
+from shardfx.ir.ops.experts.routed_product import routed_mm
 from shardfx.ir.registry import PROGRAM_OPS
 from shardfx.passes.rank import Arena
 
@@ -71,6 +72,20 @@ class WrittenAttention(Attention):
         return self.out((joined.softmax(-1)[..., :-1] @ v).transpose(1, 2).flatten(2)).mean(1)
 
 
+class Experts(nn.Module):
+    """Two products with the matrices of four experts, of which each row has two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.head = nn.Linear(8, 4), nn.Linear(8, 4)
+        self.up, self.down = (nn.Parameter(torch.randn(4, 8, 8)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2, -1)
+        rows = routed_mm(routed_mm(x[:, None], self.up, ids).relu(), self.down, ids)
+        return self.head((rows * weights[..., None]).sum(1))
+
+
 CONTEXTS = {"heads": "all-to-all", "query rows": "gather", "ring": "ring"}
 """The strategies of attention, by the plan."""
 
@@ -100,6 +115,9 @@ def plan(name: str) -> sx.ParallelModule:
     elif name == "sinks":
         mesh, model, x = sx.Mesh(cp=2), WrittenAttention().double(), torch.randn(2, 8, 8, dtype=F64)
         y, given = torch.randint(4, (2,)), {"specs": {"args.0": "-, cp, -", "": sx.Context("cp", "all-to-all")}}
+    elif name == "experts":
+        mesh, model = sx.Mesh(ep=2), Experts().double()
+        given |= {"specs": {"args.0": "ep, -", "targets.0": "ep", "up": "ep, -, -", "down": "ep, -, -"}}
     hints = sx.Hints(args=(x,), targets=(y,), loss=F.cross_entropy, **given)
     return sx.parallelize(model, mesh, hints, virtual=True)
 
@@ -128,6 +146,11 @@ def exchanged(place: int, a: int = 0, b: int = 1) -> Callable[[Arguments], Argum
         return made
 
     return put(place, change)
+
+
+def other_result(number: int) -> Callable[[Any], Any]:
+    """Another result of the call whose result is given."""
+    return lambda given: next(user for user in given.args[0].users if user.args[1] == number)
 
 
 def further(rows: Any) -> Any:
@@ -216,6 +239,15 @@ DAMAGES: dict[str, Damage] = {
     "no sinks": Damage("sinks", "shardfx.attention", put(0, lambda sinks: None), keyword="sinks"),
     "sinks of other heads": Damage("sinks", "pack.take", put(3, lambda start: abs(start - 2))),
     "gradients of no sinks": Damage("sinks", "shardfx.attention_backward", put(0, lambda sinks: None), keyword="sinks"),
+    "rows for experts of another number": Damage("experts", "shardfx.expert_slots", put(1, lambda count: count - 2)),
+    "rows sorted for another room": Damage("experts", "shardfx.expert_rows", put(1, lambda room: room - 1)),
+    "rows as blocks sent them": Damage("experts", "shardfx.take_rows", put(1, other_result(1)), 1),
+    "results by expert sent back": Damage("experts", "shardfx.take_rows", put(1, other_result(0)), 2),
+    "matrices of another product": Damage("experts", "shardfx.parts_mm", lambda args: (*args[:1], args[0], *args[2:])),
+    "gradients of matrices transposed": Damage(
+        "experts", "shardfx.parts_outer", lambda args: (*args[1::-1], *args[2:])
+    ),
+    "rows without room that are not counted": Damage("experts", "aten.clamp", put(1, lambda least: least + 1), 0),
     "masks drawn for more": Damage("masks", "shardfx.dropout", put(1, lambda p: p + 0.1)),
 }
 """What may be wrong with what only some plans have."""
