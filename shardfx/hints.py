@@ -33,8 +33,8 @@ class Hints:
             ``targets.N``, or a module's path for its output; ``*`` stands for one part of a name, ``**`` for any. A
             placement is text (per dim the mesh axes, major first, or ``-``: ``"dp tp, -"``), DTensor placements, one
             per mesh axis, or a ``Spec``: that says how a parameter is stored (``zero`` shards it further), and wins
-            over the others. A module's path may take a :class:`shardfx.Context`, context parallelism of its attention, or
-            :class:`shardfx.Experts`, expert parallelism of its experts.
+            over the others. A module's path may take a :class:`shardfx.Context`, context parallelism of its attention,
+            or :class:`shardfx.Experts`, expert parallelism of its experts.
         strategies: how ops are sharded, said on the ops themselves: module path, or ``path:op`` (patterns as in
             ``specs``) -> axes by factor of the op's rule, in the words in which graphs are printed (``"n{tp} m{}"``;
             factors not named are free, ``m{}`` is replicated). Without an op the module's products are meant. The
