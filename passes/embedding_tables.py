@@ -20,6 +20,7 @@ from typing import ClassVar
 
 import torch
 
+from shardfx.ir.capture.optimizer.sparse_rows import row_counts
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.ops.computing.table_ids import GRADIENT, LARGEST, LOOKUP, narrow_ids
 from shardfx.ir.ops.traits import is_cast
@@ -174,13 +175,16 @@ def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]
         return None
     made = [as_made(each.value) for each in graph.outputs if each.kind is OutputKind.GRADIENT and each.name == inp.name]
     forward, backward = list(_uses(value, users)), list(_makers(made))
-    new = [each.value for each in graph.outputs if each.kind is OutputKind.PARAMETER and each.name == inp.name]
     uses = all(is_cast(node) or (node.op is LOOKUP and node.pin is None) for node in forward)
     makes = all(is_cast(node) or node.op in (GRADIENT, aten.add.Tensor) for node in backward)
     looked_up = uses and any(node.op is LOOKUP for node in forward)
     plain = not any(each.parts for each in spec.dims)
     fits = looked_up and makes and plain
-    return _StoredTable(inp.name, value, tuple(forward), (*backward, *_counts(new)), users) if fits else None
+    return (
+        _StoredTable(inp.name, value, tuple(forward), (*backward, *row_counts(graph, inp.name)), users)
+        if fits
+        else None
+    )
 
 
 def _uses(value: Value, users: Mapping[Value, Sequence[Node]]) -> Iterator[Node]:
@@ -199,11 +203,3 @@ def _makers(values: Iterable[Value]) -> Iterator[Node]:
             if node.op is not GRADIENT:
                 yield from _makers(node.operands)
             yield node
-
-
-def _counts(values: Sequence[Value]) -> Iterator[Node]:
-    """The nodes that say in a step which rows were looked up (:mod:`shardfx.ir.capture.optimizer.sparse_rows`)."""
-    for value in values:
-        while value.node is not None and value.node.op is aten.where.self:
-            mask, value = value.node.operands[:2]
-            yield from _makers([mask] if mask.shape[1:] == (1,) else [])

@@ -25,6 +25,7 @@ from typing import ClassVar
 
 import torch
 
+from shardfx.ir.capture.optimizer.sparse_rows import row_counts
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value, op_name
 from shardfx.ir.ops.pools.pool_ops import to_device, to_host
@@ -139,10 +140,9 @@ class _Table:
                 large.update(value for value in node.outs if value.type.numel >= self.table.value.type.numel)
 
     def _gradient(self) -> set[Node]:
-        """The nodes that compute the table's gradient from gradients of rows, and those that use it."""
+        """The nodes that compute the table's gradient from gradients of rows, or count rows, and those that use it."""
         found: set[Node] = set()
-        outputs = [o for o in self.graph.outputs if o.kind is OutputKind.GRADIENT and o.name == self.table.name]
-        todo = [output.value for output in outputs]
+        todo = [o.value for o in self.graph.outputs if o.kind is OutputKind.GRADIENT and o.name == self.table.name]
         while todo:
             node = todo.pop().node
             if node is None or node in found:
@@ -152,7 +152,7 @@ class _Table:
             if node.op not in BACK and not before:
                 raise self._more_than_rows(node)
             todo += before if node.op not in BACK else []
-        return found
+        return found.union(row_counts(self.graph, self.table.name))
 
     def _more_than_rows(self, node: Node) -> Error:
         return Error(

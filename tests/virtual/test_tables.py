@@ -186,6 +186,7 @@ def test_sparse_tables_in_host_memory_step_the_same_rows() -> None:
         torch.testing.assert_close(near.step(*batch(seed)), away.step(*batch(seed)), rtol=1e-12, atol=1e-12)
     assert away.verify()
     assert sum(given.pool == "host" for given in away.planned.inputs) == 6
+    assert str(away.rank_program(0)).count("update.rows") == 3
 
 
 @pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])

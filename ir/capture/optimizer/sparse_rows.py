@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.graph import Graph, InputKind, Node, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.ops.traits import is_cast, with_defaults
 
 aten = torch.ops.aten
@@ -152,3 +152,17 @@ def step_rows(
         builder.add(aten.where.self, (mask, new, old), old.type) if old.shape == same and new is not old else new
         for old, new in zip(before, after, strict=True)
     ]
+
+
+def row_counts(graph: Graph, name: str) -> Iterator[Node]:
+    """The nodes that say in the step of a parameter which rows were looked up, each behind those that it uses."""
+    for value in (each.value for each in graph.outputs if each.kind is OutputKind.PARAMETER and each.name == name):
+        while value.node is not None and value.node.op is aten.where.self:
+            mask, value = value.node.operands[:2]
+            found, todo = list[Node](), [mask.node if mask.shape[1:] == (1,) else None]
+            while todo:
+                node = todo.pop()
+                if node is not None:
+                    found.append(node)
+                    todo += [] if node.op is aten.embedding_dense_backward.default else [v.node for v in node.operands]
+            yield from reversed(found)
