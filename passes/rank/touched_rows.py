@@ -17,12 +17,11 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from shardfx.ir.graph import Value
 from shardfx.ir.ops import memory_ops
-from shardfx.ir.ops.computing.row_update import CHOOSE, DENSE, step_rows, wrong_rows
+from shardfx.ir.ops.computing.row_update import CHOOSE, DENSE, is_by_rows, step_rows, wrong_rows
 from shardfx.ir.ops.computing.segment import COPY, SegmentRef, call_text
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.program.rank_module import ORIGINS
@@ -101,5 +100,5 @@ def _is_of_rows(node: fx.Node) -> bool:
     planned = planned_node(node)
     if node.op != "call_function" or planned is None or not planned.outs or not planned.outs[0].shape:
         return False
-    pointwise = isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
-    return node.target is DENSE or (is_update(node) and (pointwise or node.target in FUNCTIONAL))
+    by_rows = is_by_rows(node.target, node.args) or node.target in FUNCTIONAL
+    return node.target is DENSE or (is_update(node) and by_rows)

@@ -73,7 +73,31 @@ def sparse_adam(params: Any) -> list[optim.Optimizer]:
     return [optim.SparseAdam([a, b, c], lr=0.01), optim.SGD(rest, lr=0.1)]
 
 
+class RowWiseAdagrad(optim.Optimizer):
+    """One number for each row, found by ids, as many write it."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, grad = self.state[p], p.grad.coalesce()
+                if not state:
+                    state["sum"] = p.new_zeros(p.shape[0], 1)
+                ids, rows = grad.indices()[0], grad.values()
+                state["sum"].index_add_(0, ids, rows.pow(2).mean(1, keepdim=True))
+                p.index_add_(0, ids, rows / (state["sum"][ids].sqrt() + 1e-8), alpha=-group["lr"])
+
+
+def row_wise(params: Any) -> list[optim.Optimizer]:
+    a, b, c, *rest = params
+    return [RowWiseAdagrad([a, b, c]), optim.SGD(rest, lr=0.1)]
+
+
 SPARSE: dict[str, Callable[[Any], Any]] = {
+    "row-wise Adagrad": row_wise,
     "SGD": OPTIMIZERS["SGD"],
     "Adagrad": lambda params: optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.1),
     "SparseAdam": sparse_adam,

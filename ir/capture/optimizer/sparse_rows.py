@@ -27,6 +27,14 @@ from shardfx.ir.ops.traits import is_cast, with_defaults
 aten = torch.ops.aten
 SPARSE = "sparse"
 """Among the options of a step: its gradient is one of rows."""
+BY_IDS: dict[str, Any] = {
+    "__getitem__": torch.clone,
+    "__setitem__": Tensor.copy_,
+    "index_select": lambda x, dim: x.clone(),
+    "index_add_": lambda x, dim, rows, alpha=1: x.add_(rows, alpha=alpha),
+    "index_copy_": lambda x, dim, rows: x.copy_(rows),
+}
+"""Ops that take the ids of rows, as they are where all rows are there."""
 GRADIENT_OF: Any = vars(torch._C.TensorBase)["grad"].__get__
 """What reads the gradient of a tensor."""
 
@@ -66,6 +74,10 @@ class RowGradient:
     def __neg__(self) -> RowGradient:
         return RowGradient(-self._rows)
 
+    def __getitem__(self, dim: int) -> RowGradient:
+        """The ids of the rows, by which tensors are indexed."""
+        return self
+
     def coalesce(self) -> RowGradient:
         """Itself: each row is there once."""
         return self
@@ -101,6 +113,8 @@ class _RowsAsTensors(TorchFunctionMode):
             return RowGradient(args[1])
         if name == "sparse_mask":
             return RowGradient(args[0].clone())
+        if any(isinstance(each, RowGradient) for each in args[1:-1] or args[1:]) and name in BY_IDS:
+            return BY_IDS[name](*(each for each in args if not isinstance(each, RowGradient)), **kwargs)
         args, kwargs = tree_map_only(RowGradient, lambda each: each.values(), (args, kwargs))
         found = func(*args, **kwargs)
         is_gradient = func == GRADIENT_OF and args[0] is self._parameter
@@ -147,9 +161,11 @@ def step_rows(
         times = builder.add(aten.embedding_dense_backward.default, (ones, ids, count, named["padding_idx"], False))
         touched = times if touched is None else builder.add(aten.add.Tensor, (touched, times))
     mask = builder.add(aten.gt.Scalar, (touched, 0))
-    same = before[0].shape
+    flat = builder.add(aten.squeeze.dim, (mask, 1))
     return [
-        builder.add(aten.where.self, (mask, new, old), old.type) if old.shape == same and new is not old else new
+        builder.add(aten.where.self, (mask if old.type.ndim > 1 else flat, new, old), old.type)
+        if old.shape[:1] == (count,) and new is not old
+        else new
         for old, new in zip(before, after, strict=True)
     ]
 

@@ -30,6 +30,8 @@ DENSE, CHOOSE, ABOVE, PLUS = (
     aten.gt.Scalar,
     aten.add.Tensor,
 )
+OF_COLUMNS = (aten.mean.dim, aten.sum.dim_IntList)
+"""Ops that reduce columns, as a row-wise Adagrad does."""
 
 
 def step_rows(
@@ -122,9 +124,14 @@ def _checked(
         elif call.op is DENSE:
             fits = len(call.args) == 5 and call.args[1].kind == "s" and call.args[0].kind != "c" and not call.args[4]
             wrong = wrong if fits else f"{calls[number]} is no sum of rows by an index"
-        elif torch.Tag.pointwise not in call.op.tags or call.op._schema.is_mutable:
-            wrong = f"{call.op} computes on more than one element at a time"
+        elif not is_by_rows(call.op, call.args) or call.op._schema.is_mutable:
+            wrong = f"{call.op} computes on more than one row at a time"
     return read, wrong or ("" if written == set(gives) else "a step of rows gives what it does not write")
+
+
+def is_by_rows(op: Any, args: Sequence[Any]) -> bool:
+    """Whether a call computes each row of its result of the same rows: it is elementwise, or reduces the columns."""
+    return torch.Tag.pointwise in getattr(op, "tags", ()) or (op in OF_COLUMNS and list(args[1]) == [1])
 
 
 def _is_mask(calls: Sequence[SegmentCall], ref: Any) -> bool:
