@@ -46,13 +46,26 @@ from .mask_reader import (
     MaskReader,
     SameToken,
     Token,
+    behind,
     mapped,
     simplified,
     true_where,
+    write,
     write_nothing,
 )
-from .relative_bias import RelativeBiases, behind, write
-from .written_attention import CASTS, COPIES, MOVES, VIEWS, Dims, Hidden, Scores, number_of, written_attentions
+from .relative_bias import RelativeBiases
+from .written_attention import (
+    CASTS,
+    COPIES,
+    MOVES,
+    VIEWS,
+    Dims,
+    Hidden,
+    Scores,
+    number_of,
+    split_heads,
+    written_attentions,
+)
 
 aten = torch.ops.aten
 ATTENTION = aten.scaled_dot_product_attention.default
@@ -175,6 +188,7 @@ class Seen(NamedTuple):
 def simplify_attention(graph: fx.Graph) -> None:
     """Simplify the attention calls of an exported graph, and make calls of attention that is written out."""
     calls = [node for node in graph.nodes if node.target is ATTENTION]
+    split_heads(graph)
     written = [*written_attentions(graph)]
     if not calls and not written:
         return

@@ -572,6 +572,20 @@ def _written(graph: fx.Graph) -> set[fx.Node]:
     return {node for node, base in bases.items() if base in written}
 
 
+def write(like: fx.Node, before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Write a call into a graph, before a node."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(op, args, kwargs)
+    values: Any = fx.map_arg(args, lambda each: each.meta["val"])
+    node.meta = {**like.meta, "val": op(*values, **kwargs)}
+    return node
+
+
+def behind(node: fx.Node) -> fx.Node:
+    """The first call behind a node."""
+    return node.next if node.next.op != "placeholder" else behind(node.next)
+
+
 def write_nothing(graph: fx.Graph) -> None:
     """Replace in-place ops by those that give a new tensor, where nothing else reads what they write into."""
     for node in graph.nodes:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .mask_reader import Affine, MaskReader
+from .mask_reader import Affine, MaskReader, behind, write
 from .written_attention import CASTS, COPIES
 
 aten = torch.ops.aten
@@ -37,20 +37,6 @@ REPEATED = {
     aten.ones_like.default,
 }
 """The ops, beside elementwise ones, that do the same to a tensor of distances."""
-
-
-def write(like: fx.Node, before: fx.Node, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    """Write a call into a graph, before a node."""
-    with before.graph.inserting_before(before):
-        node = before.graph.call_function(op, args, kwargs)
-    values: Any = fx.map_arg(args, lambda each: each.meta["val"])
-    node.meta = {**like.meta, "val": op(*values, **kwargs)}
-    return node
-
-
-def behind(node: fx.Node) -> fx.Node:
-    """The first call behind a node."""
-    return node.next if node.next.op != "placeholder" else behind(node.next)
 
 
 class RelativeBiases:

@@ -13,15 +13,19 @@ and weights that something else uses, leave it as it is written.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from shardfx.ir.ops.traits import with_defaults
+
+from .mask_reader import write
 
 aten = torch.ops.aten
 WIDEST = 256
@@ -32,6 +36,7 @@ SOFTMAX = (aten.softmax.int, aten._softmax.default, aten._safe_softmax.default)
 PRODUCTS = (aten.matmul.default, aten.bmm.default)
 MOVES = (aten.transpose.int, aten.swapaxes.default, aten.mT.default, aten.permute.default)
 VIEWS = (aten.view.default, aten.reshape.default, aten.unsqueeze.default, aten.expand.default)
+RESHAPES = (aten.view.default, aten.reshape.default)
 Dims = tuple[fx.Node, str]
 """A tensor, and a letter for each of its dims: ``abc`` those of the batch, ``s`` queries, ``t`` keys, ``e`` a head."""
 
@@ -67,6 +72,58 @@ class Scores:
     def masked(self, mask: fx.Node | Hidden) -> Scores | None:
         """Those with one more mask."""
         return None if self.tanh or self.sinks else replace(self, masks=(*self.masks, mask))
+
+
+def split_heads(graph: fx.Graph) -> None:
+    """Products of matrices of which one dim is batch and heads, as those with both, where scores are viewed so.
+
+    ``baddbmm(bias, q, k).view(b, h, s, t)``, and ``bmm(weights.view(b * h, s, t), v)`` as Bloom has it.
+    """
+    for node in [*graph.nodes] if any(node.target in SOFTMAX for node in graph.nodes) else ():
+        op, args = node.target, node.args
+        if op in RESHAPES and args[0].target in (aten.baddbmm.default, aten.bmm.default):
+            product, shape = args[0], node.meta["val"].shape
+            if (
+                len(shape) == 4
+                and not _is_weights(product.args[-2])
+                and product.meta["val"].shape[1:] == shape[2:]
+                and [*product.users] == [node]
+            ):
+                call = partial(write, node, node)
+                parts = [_split(call, each, shape[:2]) for each in product.args]
+                made = call(aten.matmul.default, *parts[-2:])
+                if len(parts) > 2:
+                    beta, alpha = (product.kwargs.get(name, 1) for name in ("beta", "alpha"))
+                    made = call(aten.mul.Tensor, made, alpha) if alpha != 1 else made
+                    bias = call(aten.mul.Tensor, parts[0], beta) if beta != 1 else parts[0]
+                    made = call(aten.add.Tensor, made, bias)
+                node.replace_all_uses_with(made)
+                _erase(node, product)
+        elif op is aten.bmm.default and args[0].target in RESHAPES:
+            weights, shape = args[0].args[0], args[0].args[0].meta["val"].shape
+            if len(shape) == 4 and args[0].meta["val"].shape[1:] == shape[2:] and [*args[0].users] == [node]:
+                call = partial(write, node, node)
+                made = call(aten.matmul.default, weights, _split(call, args[1], shape[:2]))
+                node.replace_all_uses_with(call(aten.reshape.default, made, [*node.meta["val"].shape]))
+                _erase(node, args[0])
+
+
+def _erase(*nodes: fx.Node) -> None:
+    for node in nodes:
+        node.graph.erase_node(node)
+
+
+def _is_weights(node: Any) -> bool:
+    """Whether a tensor is a softmax, and what dropout leaves of it."""
+    while node.target in (*CASTS, *COPIES, *VIEWS, aten.dropout.default):
+        node = node.args[0]
+    return node.target in SOFTMAX
+
+
+def _split(call: Callable[..., fx.Node], x: fx.Node, batch: Sequence[int]) -> fx.Node:
+    """A tensor ``[b * h, ..]`` as ``[b, h, ..]``; other ones broadcast."""
+    first, *rest = x.meta["val"].shape
+    return call(aten.reshape.default, x, [*batch, *rest]) if len(rest) == 2 and first == math.prod(batch) else x
 
 
 def written_attentions(graph: fx.Graph) -> Iterator[tuple[Scores, Dims, Dims]]:

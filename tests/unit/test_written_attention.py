@@ -58,6 +58,15 @@ def merged(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.bmm(s.softmax(-1), v).view(B, H, T, E)
 
 
+def half_merged(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Scores with batch and heads apart, as Bloom has them."""
+    q, k, v = (each.reshape(B * H, T, E) for each in (q, k, v))
+    bias = (m.sinks[None, :, None] * torch.arange(T)).expand(B, H, T).reshape(B * H, 1, T)
+    s = torch.baddbmm(bias, q, k.transpose(1, 2), beta=0.5, alpha=0.3).view(B, H, T, T)
+    weights = (s + torch.zeros((), dtype=F64).where(~hidden(), LOWEST)).softmax(-1)
+    return torch.bmm(weights.view(B * H, T, T), v).view(B, H, T, E)
+
+
 def by_einsum(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     weights = torch.einsum("bihd,bjhd->bhij", q, k).mul(0.3).masked_fill(hidden(), -math.inf).softmax(-1)
@@ -124,6 +133,7 @@ WRITTEN: dict[str, tuple[Callable[..., Tensor], str]] = {
         "causal sinks=[4]",
     ),
     "in three dims": (merged, "full"),
+    "in three dims and four": (half_merged, "causal dense [2, 4, 1, 7] 0.3"),
     "einsum": (by_einsum, "causal 0.3"),
     "weights of 32 bits": (
         lambda m, q, k, v: F.softmax(scores(q, k), -1, dtype=torch.float32).to(q.dtype) @ v,

@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor
 
 import shardfx as sx
+from benchmarks.context_matrix import BOUND, Cell, run
 
 pytestmark = pytest.mark.long
 
@@ -55,8 +56,27 @@ CASES = [
 ]
 
 
+CELLS = [
+    ("gemma2", "packed", "2d"),
+    ("gemma2", "padded", "auto"),
+    ("gemma3", "padded", "all-to-all"),
+    ("gpt_oss", "packed", "ring"),
+    ("qwen3", "padded", "all-to-all"),
+    ("modernbert", "padded", "tp"),
+    ("t5", "padded", "tp"),
+]
+"""Of ``benchmarks.context_matrix``."""
+
+
 def loss(out: Any, labels: Tensor) -> Tensor:
     return F.cross_entropy(out.logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=" ".join)
+def test_a_cell_of_the_matrix_is_equal_to_one_device_and_proven(cell: tuple[str, str, str]) -> None:
+    model, inputs, how = cell
+    result = run(Cell(model, inputs, how, 2 if how in ("dp", "tp") else 4, 25 if "ring" not in how else 24))
+    assert result.worst <= BOUND and result.verdict == "proven", result
 
 
 @pytest.mark.parametrize(("name", "how", "ranks", "inputs"), CASES)

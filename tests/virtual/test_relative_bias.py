@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import shardfx as sx
+from benchmarks.context_matrix import in_float64
 from shardfx.ir.graph import Node
 from shardfx.ir.rules.template import argument
 from tests.reference import check_step
-from tests.virtual.test_attention_windows import largest
+from tests.virtual.test_attention_windows import largest, logits
 
 F64 = torch.float64
 HEADS, GROUPS, HEAD, DIM = 4, 2, 6, 14
@@ -216,3 +217,62 @@ def test_a_gradient_of_a_relative_bias_without_a_step_is_refused() -> None:
     parts[1].replace_all_uses_with(parts[0])
     changed.recompile()
     assert not pm.verify(modules={1: changed})
+
+
+def hugging_face(name: str) -> nn.Module:
+    """A model of transformers: T5 (buckets), or Bloom and MPT (slopes times the places of keys)."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    if name == "t5":
+        config = transformers.T5Config(
+            vocab_size=48, d_model=24, d_kv=6, d_ff=20, num_layers=2, num_heads=4, dropout_rate=0.0, use_cache=False
+        )
+        return in_float64(transformers.T5ForConditionalGeneration(config))
+    if name == "bloom":
+        config = transformers.BloomConfig(
+            vocab_size=48,
+            hidden_size=24,
+            n_layer=2,
+            n_head=4,
+            use_cache=False,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+        )
+        return in_float64(transformers.BloomForCausalLM(config))
+    config = transformers.MptConfig(
+        vocab_size=48, d_model=24, n_layers=2, n_heads=4, expansion_ratio=1, max_seq_len=64, use_cache=False
+    )
+    return in_float64(transformers.MptForCausalLM(config))
+
+
+FROM_TRANSFORMERS = [
+    ("t5", "ring", 1e-12),
+    ("t5", "all-to-all", 1e-12),
+    ("t5", "gather", 1e-12),
+    ("bloom", "all-to-all", 1e-12),
+    ("bloom", "gather", 1e-12),
+    ("mpt", "all-to-all", 1e-7),  # its softmax is one of float32
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "how", "bound"), FROM_TRANSFORMERS)
+def test_a_model_of_transformers_with_biases_by_place_matches_single_device(
+    name: str, how: str, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    softmax = F.softmax
+    monkeypatch.setattr(F, "softmax", lambda x, dim=None, **_: softmax(x, dim))
+    model, ids = hugging_face(name), torch.randint(1, 48, (2, 26))
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if name == "t5" else {})
+    modules = (
+        ("**.SelfAttention", "**.EncDecAttention")
+        if name == "t5"
+        else ("**.self_attention" if name == "bloom" else "**.attn",)
+    )
+    specs: dict[str, Any] = {f"kwargs.{each}": "-, cp" for each in given}
+    specs |= {each: sx.Context("cp", how) for each in modules}
+    pm = sx.parallelize(model, sx.Mesh(cp=2), sx.Hints(kwargs=given, loss=logits, specs=specs), virtual=True)
+    check_step(pm, model, logits, (), kwargs=given, bound=bound)
+    assert len(attentions(pm)) == (6 if name == "t5" else 2)
+    assert sum("relative_bias" in node.kwargs for node in attentions(pm)) == (4 if name == "t5" else 0)
+    assert largest(pm.captured, 26) == largest(pm.planned, 26) == 0
