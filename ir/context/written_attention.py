@@ -9,6 +9,8 @@
 As a call it has no tensor of queries times keys, and its masks are read (:mod:`.attention_masks`). It computes the same
 but for rounding of 16 bits, and for NaN: a query to which infinite numbers leave no key gets zeros. Dropout of weights,
 and weights that something else uses, leave it as it is written.
+
+FlexAttention (https://arxiv.org/abs/2412.05496) is written out first, by its functions of scores and places.
 """
 
 from __future__ import annotations
@@ -21,8 +23,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
+from shardfx.ir.errors import Error
 from shardfx.ir.ops.traits import with_defaults
 
 from .mask_reader import write
@@ -338,3 +341,66 @@ READ: Mapping[Any, Callable[[fx.Node], Scores | None]] = {
     aten.sub.Tensor: _without_maximum,
     aten.cat.default: _with_sinks,
 }
+
+
+# ---- FlexAttention --------------------------------------------------------------------------------------------------
+
+
+def written_flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: fx.GraphModule,
+    block_mask: Sequence[Any],
+    scale: float,
+    options: Any = None,
+    of_scores: Sequence[Tensor] = (),
+    of_mask: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor, None]:
+    """The results of ``flex_attention`` (the logsumexp in base 2, as there), with all scores."""
+    k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+
+    def scores() -> Tensor:
+        products = torch.matmul(q, k.mT)
+        products = products if q.dtype is torch.float64 else products.to(torch.float32)
+        places = [torch.arange(size, device=q.device) for size in (*q.shape[:3], k.shape[2])]
+        seen = _of_all(block_mask[-1], (), places, of_mask)
+        return torch.where(seen, _of_all(score_mod, (products * scale,), places, of_scores), -math.inf)
+
+    weights = torch.ops.aten._safe_softmax(scores(), -1).to(v.dtype)
+    return torch.matmul(weights, v), scores().logsumexp(-1) / math.log(2), None
+
+
+def _of_all(
+    function: Callable[..., Tensor], scores: tuple[Tensor, ...], places: Sequence[Tensor], more: Sequence[Tensor]
+) -> Tensor:
+    """An elementwise function of one score and its place, of all.
+
+    Raises:
+        Error: it is not elementwise.
+    """
+    other = [node for node in function.graph.nodes if not _is_elementwise(node)]  # type: ignore[attr-defined]
+    if other:
+        raise Error(
+            "a function of flex_attention is not elementwise",
+            where=f"score_mod or mask_mod: {other[0].format_node()}",
+            expected="elementwise ops of a score and its place, and tensors whose dims are all indexed by places",
+            got=str(other[0].target),
+            remedy="write the attention out, as products around a softmax, or compute a tensor to be indexed before it",
+        )
+    places = [each.view([-1 if d == dim else 1 for d in range(4)]) for dim, each in enumerate(places)]
+    return function(*scores, *places, *more)
+
+
+def _is_elementwise(node: fx.Node) -> bool:
+    """Whether an op of one score and its place does the same to tensors of them: of one element each it makes one."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op in ("placeholder", "output")
+    if node.target is operator.getitem:
+        x, index = node.args
+        places = index if isinstance(index, (tuple, list)) else (index,)
+        return isinstance(x, fx.Node) and x.op == "placeholder" and all(isinstance(each, fx.Node) for each in places)
+    name = node.target if isinstance(node.target, str) else node.target.__name__.strip("_")
+    packet = getattr(aten, {"truediv": "div", "and": "bitwise_and", "or": "bitwise_or"}.get(name, name), None)
+    tags = {tag for each in packet.overloads() for tag in getattr(packet, each).tags} if packet is not None else ()
+    return name in ("invert", "floordiv", "new_ones", "to", "float", "int", "long") or torch.Tag.pointwise in tags

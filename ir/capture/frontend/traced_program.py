@@ -13,6 +13,7 @@ from torch import Tensor, fx, nn
 from torch.amp import autocast_mode
 from torch.fx.traceback import preserve_node_meta
 
+from shardfx.ir.context.written_attention import written_flex_attention
 from shardfx.ir.errors import Error
 from shardfx.ir.repeat import Repeat
 
@@ -125,15 +126,16 @@ class _NodeRunner(fx.Interpreter):
             raise TRANSFORM.error(str(self._decisions.at))
         if target is torch.ops.higher_order.tag_activation_checkpoint:
             return _NodeRunner(args[0], self._decisions, self._enter).run(*args[1:])
-        if target is torch.ops.higher_order.autograd_function_apply:
-            return target(*args, **kwargs)
+        if target is torch.ops.higher_order.flex_attention:
+            return written_flex_attention(*args, **kwargs)
         if target is GET_DATA:  # x.data
             return args[0].detach()
         if target is autocast_mode._enter_autocast:  # of which an export records the call alone
             return autocast_mode.autocast(*args).__enter__()
         if target is autocast_mode._exit_autocast:
             return args[0].__exit__(None, None, None)
-        if isinstance(target, torch._ops.HigherOrderOperator):
+        applied = torch.ops.higher_order.autograd_function_apply
+        if isinstance(target, torch._ops.HigherOrderOperator) and target is not applied:
             raise Error(
                 f"{target} in the graph of Dynamo cannot be captured",
                 where=str(self._decisions.at),
