@@ -231,6 +231,60 @@ def test_a_saved_plan_has_its_experts(tmp_path: Path) -> None:
     assert not known.differences(again.planned)
 
 
+class Sorted(nn.Module):
+    """Experts that sort their rows, as torchtitan writes them, with each way back to the tokens."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.router = how, nn.Linear(16, 4, bias=False)
+        self.w1, self.w3 = (nn.Parameter(torch.randn(4, 24, 16) * 0.3) for _ in range(2))
+        self.w2 = nn.Parameter(torch.randn(4, 16, 24) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        top, ids = self.router(x).float().softmax(-1).topk(2, -1)
+        counts = torch.histc(ids.view(-1).float(), bins=4, min=0, max=4)
+        order = torch.argsort(ids.view(-1), stable=True)
+        top, tokens = top.view(-1)[order][:, None], order // 2
+        index = tokens[:, None].expand(-1, 16)
+        rows = torch.gather(x, 0, index)
+        if self.how == "weighted before":
+            rows = (rows.float() * top).to(x.dtype)
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        gate, up = (torch._grouped_mm(rows, w.transpose(1, 2), offs=ends) for w in (self.w1, self.w3))
+        out = torch._grouped_mm(F.silu(gate) * up, self.w2.transpose(1, 2), offs=ends)
+        if self.how != "weighted before":
+            out = (out.float() * top).to(x.dtype)
+        if self.how == "put":
+            back = torch.zeros_like(out)
+            back[order] = out
+            return back.view(-1, 2, 16).sum(1)
+        if self.how == "taken":
+            return out[torch.argsort(order)].view(-1, 2, 16).sum(1)
+        if self.how == "added":
+            return torch.zeros_like(x).index_add(0, tokens, out)
+        return torch.zeros_like(x).scatter_add(0, index, out)
+
+
+@pytest.mark.parametrize("how", ["weighted before", "scattered", "put", "taken", "added"])
+def test_experts_that_sort_their_rows_are_routed(how: str) -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(16, 16), Sorted(how)).bfloat16()
+    alone, x = deepcopy(made), torch.randn(32, 16).bfloat16()
+    hints = sx.Hints(args=(x,), loss=lambda y: y.float().square().sum(), specs={"args.0": "ep, -", "1.w*": "ep, -, -"})
+    pm = sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=True)
+    assert comm(pm, "dispatch") == 2 and "sort" not in str(pm.captured)
+    loss = pm(x)
+    loss.backward()
+    expected = alone(x).float().square().sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=1e-3)
+    for name, each in alone.named_parameters():
+        torch.testing.assert_close(
+            pm.full_grads()[name], each.grad, rtol=0.05, atol=0.05 * float(each.grad.abs().max())
+        )
+    assert pm.verify()
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no room": (lambda: sx.Experts("ep", capacity=0), "experts without room for rows"),
     "no number": (lambda: sx.Experts("ep", capacity="much"), "experts without room for rows"),

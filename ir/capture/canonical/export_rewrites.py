@@ -26,6 +26,7 @@ from shardfx.ir.ops.fused_attention import attention
 
 from .batch_norms import BatchNorm, BatchParts
 from .embedding_bags import SparseLookup
+from .sorted_rows import route_sorted_rows
 
 aten = torch.ops.aten
 
@@ -120,6 +121,7 @@ FACTORS = (
 def rewrite_exported(exported: torch.fx.GraphModule, parts: BatchParts) -> None:
     """Rewrite an exported program, and the graphs that its higher-order ops call."""
     simplify_attention(exported.graph)
+    route_sorted_rows(exported.graph)
     _sink_casts(exported.graph)
     for module in exported.modules():
         if isinstance(module, torch.fx.GraphModule):
