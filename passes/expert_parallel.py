@@ -325,6 +325,10 @@ class RoutedRows:
         """The rows of a value ``[n k h]``, or ``[n 1 h]``."""
         if value in self.rows:
             return self.rows[value]
+        source = value.node.operands[0] if value.node is not None and value.node.op is aten.expand.default else value
+        if source is not value and source.shape == (self.count, 1, value.shape[2]):  # the same for all of a token
+            self.rows[value] = self._rows(source, node)
+            return self.rows[value]
         each, width = value.shape[1:]
         if value.node is not None and value.node.op is aten.full.default:
             self.rows[value] = self._filled(value.node, node)

@@ -140,7 +140,9 @@ class _Reader:
             return None
         known = self.known.get(source)
         if found.kind == "tokens" and known is None and _shape(source)[0] == _shape(found.ids)[0]:
-            return Routing("rows", found.ids, write(node, node, aten.unsqueeze.default, source, 1))
+            rows = write(node, node, aten.unsqueeze.default, source, 1)
+            shape = [*_shape(found.ids), *_shape(rows)[2:]]  # so that gradients of several products are added by row
+            return Routing("rows", found.ids, write(node, node, aten.expand.default, rows, shape))
         flat = known is not None and known.kind == "flat" and _shape(known.ids) == _shape(found.ids)
         return Routing("rows", found.ids, known.ids) if found.kind == "order" and flat and known is not None else None
 

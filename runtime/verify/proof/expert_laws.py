@@ -5,6 +5,7 @@ A row that was packed, sent, sorted and computed alone is what the pair itself g
 where their pairs do::
 
     rows(x) = take_rows(blocks(x), slots)                  and taken by sources, where parts are of several blocks
+    routed_mm(expand(x, [n, k, a]), w, ids) = routed_mm(x, w, ids)
     f(rows(x), rows(y)) = rows(f(x, y))                    for an op that computes each row alone
     parts_mm(rows(x), w, ends) = rows(routed_mm(x, w, ids))
     parts_outer(rows(x), rows(y), ends) = routed_outer(x, y, ids)
@@ -79,6 +80,8 @@ class ExpertRows:
     """The term of another one in another shape."""
     make: Make
     rule: Callable[[Node], ShardingRule]
+    expanded: Mapping[int, int]
+    """A term that was expanded, by the result."""
     _index: dict[int, tuple[str, Route]] = field(default_factory=dict)
     """What integers are: slots, tokens, places, counts, sources, back, ends."""
     _rows: dict[int, Rows] = field(default_factory=dict)
@@ -88,6 +91,8 @@ class ExpertRows:
 
     def apply(self, node: Node, term: TermOf, call: Callable[[Node, TermOf, Types], Made], types: Types) -> Made | None:
         """The terms of a node's results; None where these laws do not tell."""
+        if node.op in (routed_mm, routed_outer):
+            return self._of_tokens(node, term, call, types)
         if node.op is expert_slots:
             return self._slots(node, term, call(node, term, types))
         if node.op is aten.permute.default:
@@ -115,6 +120,21 @@ class ExpertRows:
         if node.op in (parts_mm, parts_outer):
             return self._product(node, term)
         return self._row_wise(node, term, types)
+
+    def _of_tokens(self, node: Node, term: TermOf, call: Any, types: Types) -> Made | None:
+        """A product with rows ``[n k ..]`` that are the same for all experts of a token, as one with ``[n 1 ..]``."""
+        few = dict[Value, int]()
+        for value in node.operands[: 1 if node.op is routed_mm else 2]:
+            source = self.expanded.get(term(value))
+            if source is not None and self.types[source].shape == (value.shape[0], 1, value.shape[2]):
+                few[value] = source
+        if not few:
+            return None
+        swapped = {value: Value(self.types[each]) for value, each in few.items()}
+        made = Node(node.op, substitute(node.args, lambda value: swapped.get(value, value)), {})
+        made.where, made.results = node.where, node.results
+        terms = {swapped[value]: each for value, each in few.items()}
+        return call(made, lambda v: terms[v] if v in terms else term(v), types)  # type: ignore[no-any-return]
 
     def _base(self, term: int) -> int:
         return self.seen_as.get(term, term)
@@ -196,7 +216,7 @@ class ExpertRows:
 
     def _sorted(self, value: Value, term: int, route: Route | None, rows: int) -> Rows | None:
         """The rows by expert of a value; of one number as often as asked for."""
-        if value.shape[:2] != (route.lead if route is not None else value.shape[:2]):
+        if route is not None and value.shape[:2] != route.lead:
             return None
         found, fill = self._rows.get(self._base(term)), self._fills.get(self._base(term))
         if found is None and fill is not None and route is not None:

@@ -78,7 +78,7 @@ class Terms:
         self._copies = HeadCopies(self.types, self._seen_as)
         self._steps = AttentionSteps(self.types, self._seen_as, self.apply, self._make)
         known = self.types, self._seen_as, self.apply, self._steps.reshaped, self._make
-        self._experts = ExpertRows(*known, self.book.rule)
+        self._experts = ExpertRows(*known, self.book.rule, self._copies.expanded)
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
