@@ -43,7 +43,7 @@ class Routing(NamedTuple):
 
 def route_sorted_rows(graph: fx.Graph) -> None:
     """Rewrite the experts of an exported graph that sort their rows."""
-    reader = _Reader()
+    reader = _SortedRows()
     for node in list(graph.nodes):
         found = reader.read(node) if node.op == "call_function" else None
         if found is not None:
@@ -52,7 +52,7 @@ def route_sorted_rows(graph: fx.Graph) -> None:
             reader.put_back(node)
 
 
-class _Reader:
+class _SortedRows:
     def __init__(self) -> None:
         self.known: dict[fx.Node, Routing] = {}
 
