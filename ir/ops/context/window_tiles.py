@@ -45,8 +45,8 @@ Backward = Callable[[QueryTile, Tensor, Tensor, Tensor], tuple[Tensor, ...]]
 
 
 def none_seen(ids: Sequence[Given]) -> bool:
-    """Whether no query has the id of a key; False, where that cannot be asked."""
-    if ids[0] is None or ids[1] is None or (ids[0].is_cuda and torch.cuda.is_current_stream_capturing()):
+    """Whether no query has the id of a key; False on a GPU, where the host would have to wait for the answer."""
+    if ids[0] is None or ids[1] is None or ids[0].is_cuda:
         return False
     return not bool(torch.isin(ids[0].flatten(), ids[1].flatten()).any())
 
