@@ -49,10 +49,6 @@ class Shards:
         each."""
         return _shards(spec, tuple(shape), mesh)
 
-    def first_rank(self, shard: int) -> int:
-        """The lowest rank that has a shard."""
-        return self.by_rank.index(shard)
-
     def sharding(self, full: torch.Tensor, shard: int) -> torch.Tensor:
         """A shard of a full tensor: a view where that is possible."""
         boxes = zip(self.boxes[shard], self.iteration_shapes[shard], strict=True)

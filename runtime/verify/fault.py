@@ -41,6 +41,11 @@ class Failed(Exception):
         self.fault = fault
 
 
+def first_line(error: BaseException | None) -> str:
+    """The first line of an exception's message."""
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def place(node: Node) -> str:
     """The source line of a node in the user's model; of communication without one, that of its operand."""
     return str(node.where) or next((str(value.where) for value in node.operands), "")

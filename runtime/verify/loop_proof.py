@@ -46,8 +46,8 @@ def unrolled_plan(
     Raises:
         Failed: ranks do not meet, or do not send and receive, in one order.
     """
-    mesh = loops_as_ranks(after.mesh)
-    before, iterations = _on(before, mesh), _on(after, mesh)
+    before, iterations = before.copy(), after.copy()
+    before.mesh = iterations.mesh = loops_as_ranks(after.mesh)
     return before, iterations, [_Unrolled(each, after, iterations).request() for each in requests]
 
 
@@ -61,13 +61,6 @@ def of_iteration(fault: Fault, mesh: Mesh) -> Fault:
     where = "; ".join(filter(None, (iteration, fault.where)))
     seen = None if fault.seen is None else (fault.seen[0], mesh.rank(ranks.coords(fault.seen[1])))
     return replace(fault, rank=mesh.rank(at), where=where, seen=seen)
-
-
-def _on(graph: Graph, mesh: Mesh) -> Graph:
-    """The same graph on a mesh with the same axes."""
-    made = graph.copy()
-    made.mesh = mesh
-    return made
 
 
 class _Unrolled:

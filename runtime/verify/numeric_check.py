@@ -29,7 +29,7 @@ from shardfx.ir.spec import Spec
 from shardfx.runtime.virtual.virtual_engine import VirtualEngine
 
 from .decomposition import widened
-from .fault import Fault
+from .fault import Fault, first_line
 
 Tensor = torch.Tensor
 aten = torch.ops.aten
@@ -82,8 +82,11 @@ def compare(
     wanted_of = {o.value for o in sample.before.outputs}
     one = interpret(sample.before, sample.inputs, draw_masks(sample.after), wanted_of)
     expected = {(o.kind, o.name): one[o.value] for o in sample.before.outputs}
-    expected |= _rows_lost(sample)
-    if any(each.any() for (kind, _), each in expected.items() if kind is OutputKind.OVERFLOW):
+    lost = [o for o in sample.after.outputs if o.kind is OutputKind.OVERFLOW]
+    if lost:
+        planned = interpret(sample.after, sample.inputs, draw_masks(sample.after), {o.value for o in lost})
+        expected |= {(o.kind, o.name): planned[o.value] for o in lost}
+    if any(expected[o.kind, o.name].any() for o in lost):
         what = "experts have no room for all rows of random numbers, so that the step would run again with more"
         return Fault(f"{what}; pm.verify() proves it without numbers"), counts
     ends = {r: local_ends(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
@@ -111,15 +114,6 @@ def compare(
                 numbers = largest_difference(value, wanted, seed)
                 return Fault(what, f"{output.kind.value} {output.name}", rank, numbers=numbers, certain=True), counts
     return None, counts
-
-
-def _rows_lost(sample: Sample) -> dict[tuple[OutputKind, str], Tensor]:
-    """The numbers of rows of experts without room, by output."""
-    outputs = [o for o in sample.after.outputs if o.kind is OutputKind.OVERFLOW]
-    if not outputs:
-        return {}
-    found = interpret(sample.after, sample.inputs, draw_masks(sample.after), {o.value for o in outputs})
-    return {(o.kind, o.name): found[o.value] for o in outputs}
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -229,7 +223,7 @@ def draw_masks(after: Graph) -> Draw:
         shards = Shards.of(_spec(planned.outs[0]), tuple(x.shape), after.mesh)
         made = []
         for i in range(shards.count):
-            share = NodeShard(planned, after.mesh, after.mesh.coords(shards.first_rank(i)))
+            share = NodeShard(planned, after.mesh, after.mesh.coords(shards.by_rank.index(i)))
             box = [share.result_shard(0, d).first for d in range(x.dim())] if is_sharded(planned) else args[4]
             made.append(dropout(shards.sharding(x, i), p, seed, number, box))
         return shards.join([a for a, _ in made]), shards.join([b for _, b in made])
@@ -286,7 +280,7 @@ class Counterexample:
         except FAILS as error:
             return replace(fault, numbers=f"the planned graph does not run: {first_line(error)}", certain=True)
         wanted = {(o.kind, o.name): right[o.value] for o in sample.before.outputs}
-        if any(each.any() for each in _rows_lost(sample).values()):
+        if any(got[o.value].any() for o in sample.after.outputs if o.kind is OutputKind.OVERFLOW):
             return None  # such a step is run again
         outputs = [o for o in sample.after.outputs if o.kind is not OutputKind.OVERFLOW]
         for output in sorted(outputs, key=lambda o: f"{o.kind.value} {o.name}" != fault.output):
@@ -332,8 +326,3 @@ class Counterexample:
 
 def _elements(graph: Graph) -> int:
     return sum(value.type.numel for value in graph.values())
-
-
-def first_line(error: BaseException | None) -> str:
-    """The first line of an exception's message."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

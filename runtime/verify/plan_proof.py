@@ -30,8 +30,8 @@ from .families import many_ranks
 from .families.equal_shards import EqualShards, equal_shards
 from .families.family import Family
 from .families.varying import Together, Varying
-from .fault import Failed, Fault, at_first_change
-from .numeric_check import FAILS, Counterexample, compare, first_line
+from .fault import Failed, Fault, at_first_change, first_line
+from .numeric_check import FAILS, Counterexample, compare
 from .proof.calls import Proof
 from .proof.collective_matching import interpret
 
@@ -163,11 +163,11 @@ class PlanProof:
     def proven(self) -> Fault | None:
         """The first fault of the proof, with a counterexample if there is one."""
         fault, task = self.unproven()
-        if fault is not None and task is None:
-            return Counterexample(self.before, self.after, self.stored).of_graph(fault)
-        if task is None or fault is None or fault.certain:
+        if fault is None or (fault.certain and task is not None):
             return fault
         numbers = Counterexample(self.before, self.after, self.stored)
+        if task is None:
+            return numbers.of_graph(fault)
         return numbers.of_ranks(fault, task.program, task.inputs, task.outputs)
 
     def unproven(self) -> tuple[Fault | None, Task | None]:

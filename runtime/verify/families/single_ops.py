@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -142,20 +142,16 @@ class SingleOps:
 def _numbers(made: Sequence[Family], mesh: Mesh) -> dict[int, Any]:
     """The parts of an op's code that differ between ranks, the names of a rank's own groups aside."""
     found: dict[int, list[Any]] = {rank: [i] for i, family in enumerate(made) for rank in family.ranks}
+    names = [axis.name for axis in mesh.space]
+    orders = [axes for i in range(len(names)) for axes in itertools.permutations(names, i + 1)]
     for family in made:
-        groups = {mesh.group_name(family.together.rank(), axes) for axes in _subsets(mesh)}
+        groups = {mesh.group_name(family.together.rank(), axes) for axes in orders}
         for node in family.varying:
             for arg in leaves(node.args, node.kwargs):
                 each = None if isinstance(arg, str) and arg in groups else family.together.on_each(arg)
                 for rank, number in zip(family.ranks, each or (), strict=bool(each)):
                     found[rank].append(number)
     return {rank: tuple(numbers) for rank, numbers in found.items()}
-
-
-def _subsets(mesh: Mesh) -> Iterator[tuple[str, ...]]:
-    names = [axis.name for axis in mesh.space]
-    for count in range(1, len(names) + 1):
-        yield from itertools.permutations(names, count)
 
 
 def pair(ranks: Sequence[int], mesh: Mesh) -> list[int]:

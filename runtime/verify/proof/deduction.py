@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -139,7 +139,8 @@ class Deduction:
         key = (self._kind(node), id(made), rank)
         if draw_slot(node) is None and key in self._calls:
             return self._calls[key]
-        found = self._calls[key] = list(written(node, made, _slots(len(node.operands)), self.mesh, rank, self.book))
+        slots = [OperandSlot(i) for i in range(len(node.operands))]
+        found = self._calls[key] = list(written(node, made, slots, self.mesh, rank, self.book))
         return found
 
     def _sharded_factors(self, node: Node, made: Strategy) -> Mapping[str, tuple[str, DimSharding]]:
@@ -242,11 +243,6 @@ class OperandSlot:
     """An operand of an op, by its number, where the op's calls are written for no program yet."""
 
     number: int
-
-
-@cache
-def _slots(count: int) -> tuple[OperandSlot, ...]:
-    return tuple(OperandSlot(i) for i in range(count))
 
 
 def written(

@@ -20,7 +20,7 @@ from shardfx.ir.ops.pack import IDENTITY
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
 from shardfx.ir.spec import Spec
 from shardfx.runtime.verify.data_movement import ATEN_MOVES, COLLECTIVES, MESSAGES, PACKING
-from shardfx.runtime.verify.fault import Failed, Fault, place
+from shardfx.runtime.verify.fault import Failed, Fault, first_line, place
 
 from .calls import CallDeduction, Known, Proof
 from .deduction import Fact
@@ -220,8 +220,7 @@ class Rank:
         try:
             made = function(*args, **kwargs)
         except (Wrong, *DOES_NOT_RUN) as error:
-            said = str(error).splitlines() or [type(error).__name__]
-            return Known(why=f"this cannot be done: {said[0]}")
+            return Known(why=f"this cannot be done: {first_line(error)}")
         if isinstance(made, (list, tuple)):
             return Known(many=[Known(codes=m, hints=hints) for m in made])
         return Known(codes=made, hints=hints)

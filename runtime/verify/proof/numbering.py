@@ -172,22 +172,16 @@ class Numbering:
                 raise Wrong("the ranks of a reduction do not hold shares of the same elements of the same sum")
             total = both
         left: dict[int, int] = {}
+        wide = [axis for axis in axes if self.mesh[axis].size > 1]
         for number in self.inside([total]):
-            sources = [self._sum(kind, source, axes) for source in self.sources[number - 1]]
-            if not any(sources):
-                raise Wrong(self._no_sum(kind, self.sources[number - 1][0], axes))
-            left[number] = self.number(source for source in sources if source)
+            sources = self.sources[number - 1]
+            missing = [[axis for axis in wide if (axis, kind) not in source.partial] for source in sources]
+            if all(missing):
+                name = self.universe.terms.names[sources[0].term]
+                raise Wrong(f"{kind} over {', '.join(missing[0])} of a {name} that is no {kind} over it")
+            added = [source.added(axes) for source, lacks in zip(sources, missing, strict=True) if not lacks]
+            left[number] = self.number(added)
         return _moved(total, left)
-
-    def _sum(self, kind: str, source: Source, axes: Sequence[str]) -> Source | None:
-        """The source of a reduction of elements of one source on all members; None: nothing that is known."""
-        wide = {(axis, kind) for axis in axes if self.mesh[axis].size > 1}
-        return source.added(axes) if wide <= set(source.partial) else None
-
-    def _no_sum(self, kind: str, source: Source, axes: Sequence[str]) -> str:
-        missing = [axis for axis in axes if self.mesh[axis].size > 1 and (axis, kind) not in source.partial]
-        name = self.universe.terms.names[source.term]
-        return f"{kind} over {', '.join(missing or axes)} of a {name} that is no {kind} over it"
 
     def _common(self, a: int, b: int) -> int | None:
         """The number of the sources that two numbers have in common; None: there are none."""

@@ -325,18 +325,13 @@ def same_function(
     try:
         for every in (True,) if decomposed else (False, True):
             universe = build(before, after, book, decomposed=every)
-            other = _other(universe, wanted)
+            other = next((o for o in wanted if universe.of[o.value] != universe.outputs.get((o.kind, o.name))), None)
             if other is None:
                 return unchecked_rows(after, universe.of) or universe
             fault = _blamed(universe, after, other)
     except Unjustified as error:
         return Fault(str(error))
     return fault
-
-
-def _other(universe: Universe, outputs: Iterable[Output]) -> Output | None:
-    """The first output of the planned graph that is another term than the captured graph's."""
-    return next((o for o in outputs if universe.of[o.value] != universe.outputs.get((o.kind, o.name))), None)
 
 
 def _blamed(universe: Universe, after: Graph, output: Output) -> Fault:
