@@ -75,7 +75,8 @@ class NanDebug:
         pairs = list(zip(made.all_input_nodes, operands, strict=False))
         values = {used.name: self._seen.get(used) or Contents.of(each) for used, each in pairs}
         infinite = any(each.infs for each in values.values())
-        meant = not self.inf or infinite or _passes_on(made) or _writes_inf(made)
+        numbers = (arg for arg in tree_leaves((made.args, dict(made.kwargs))) if isinstance(arg, float))
+        meant = not self.inf or infinite or _passes_on(made) or any(map(math.isinf, numbers))
         if any(each.nans for each in values.values()) or (not contents.nans and meant):
             return
         what, source = "a NaN" if contents.nans else "an inf", "infinite" if infinite else "finite"
@@ -119,8 +120,3 @@ def _passes_on(node: fx.Node) -> bool:
     """Whether a collective only moves values of other ranks: an infinity among them was theirs before."""
     row = row_of(node.target)
     return row is not None and row.group is not None and "sum" not in node.args and "avg" not in node.args
-
-
-def _writes_inf(node: fx.Node) -> bool:
-    """Whether an infinity is among the arguments of a node."""
-    return any(isinstance(arg, float) and math.isinf(arg) for arg in tree_leaves((node.args, dict(node.kwargs))))

@@ -11,7 +11,7 @@ import torch
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Output, OutputKind
-from shardfx.ir.ops.experts.dispatch import Overflow
+from shardfx.ir.ops.experts.dispatch import Overflow, check_room
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.lower import select
@@ -149,28 +149,25 @@ class ProgramRunner:
             values = {rank: self._given(each, rank, run) for rank, each in programs.items()}
             try:
                 outs = engine.run(programs, values, watch)
+                for rank, out in outs.items():
+                    for output, lost in zip(programs[rank].outputs, out, strict=True):
+                        if output.kind is OutputKind.OVERFLOW:
+                            check_room(lost)
             except Overflow:
-                return self._with_more_room(kinds, inputs, watch, start)
+                assert self.more_room is not None
+                self.larger = self.more_room()
+                return self.larger.run(kinds, inputs, watch, start)
             except Error:
                 guarded = any(output.guard for each in programs.values() for output in each.outputs)
                 if kinds and guarded and len(programs) == self.graph.mesh.size:
                     self.run(frozenset(), inputs)  # the guards alone, of which one may say why
                 raise
-            if any(overflows(programs[rank].outputs, out) for rank, out in outs.items()):
-                return self._with_more_room(kinds, inputs, watch, start)
             for rank, out in outs.items():
                 check_guards(programs[rank].outputs, out)
             return self._kept(programs, outs)
 
-    def _with_more_room(self, kinds: Kinds, inputs: Inputs, watch: Probe | None, start: RunStart) -> Results:
-        """Run the step again, from the same start."""
-        assert self.more_room is not None
-        self.larger = self.more_room()
-        return self.larger.run(kinds, inputs, watch, start)
-
     def _kept(self, programs: Mapping[int, RankProgram], outs: Mapping[int, Sequence[torch.Tensor]]) -> Results:
         """The distinct shards of the ranks' results; new content of stored values is committed."""
-        results: Results = {}
         made: dict[Output, dict[int, torch.Tensor]] = {}
         for rank in sorted(outs):
             for output, new in zip(programs[rank].outputs, outs[rank], strict=True):
@@ -179,10 +176,8 @@ class ProgramRunner:
                     own_shards[shard] = new
                     if output.kind.is_kept:
                         self.store.commit(output.name, rank, new)
-        for output, own_shards in made.items():
-            results[output.kind, output.name] = [own_shards[index] for index in sorted(own_shards)]
         self.store.publish()
-        return results
+        return {(output.kind, output.name): [each[i] for i in sorted(each)] for output, each in made.items()}
 
     def full(self, output: Output, own_shards: Sequence[torch.Tensor]) -> torch.Tensor:
         """The global tensor of an output."""
@@ -270,11 +265,6 @@ class ProgramRunner:
         known = {*inputs, *store.parameters, *store.buffers, *store.states}
         given = [g for g in program.inputs if g.kind in (InputKind.SEED, InputKind.CONSTANT) or g.name in known]
         return {g.name: self._shard(g, rank, run).cpu().clone() for g in given if rank in self.ranks}
-
-
-def overflows(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> bool:
-    """Whether there was no room for some rows."""
-    return any(bool(v.any()) for o, v in zip(outputs, out, strict=True) if o.kind is OutputKind.OVERFLOW)
 
 
 def check_guards(outputs: Sequence[Output], out: Sequence[torch.Tensor]) -> None:

@@ -6,6 +6,7 @@ tensor. Where it is sharded, the shards are copies, which a run brings up to dat
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
@@ -30,6 +31,13 @@ def version(tensor: Tensor) -> int:
     """The version counter of a tensor, or of the one that it wraps: incremented by each write."""
     local = getattr(tensor, "_local_tensor", None)
     return tensor._version + (local._version if local is not None else 0)
+
+
+def checksum(x: Tensor) -> int:
+    """A digest of the bytes of ``x``, as a signed number of 64 bits: equal for equal bits in the same order, on any
+    device."""
+    content = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return int.from_bytes(hashlib.blake2b(content.data, digest_size=8).digest(), "big", signed=True)
 
 
 def with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
@@ -115,17 +123,13 @@ class Store:
                 self._write(inp, content)
             else:
                 placed = self._placed(name, self._split(inp, content), memory)
-                if self._is_apart(name):
+                if self.rank is None and (self._layouts[name].count > 1 or self._layouts[name].over):
                     self._shards_of[name] = placed
                     placed = self._placed(name, [content], {})
                 if is_parameter:
                     self.parameters[name] = self._as_parameter(name, placed[0], trained)
                 else:
                     self.buffers[name] = self._wrapped(name, placed[0])
-
-    def _is_apart(self, name: str) -> bool:
-        """Whether a parameter or buffer is stored full, beside its shards."""
-        return self.rank is None and (self._layouts[name].count > 1 or bool(self._layouts[name].over))
 
     def refresh(self) -> None:
         """Bring the shards of what is stored full up to date: scripts write to it."""

@@ -136,8 +136,10 @@ def make_groups(mesh: Mesh, axes: Iterable[Sequence[str]], suffix: str = "") -> 
         mine = mesh.group_name(dist.get_rank(), each) + suffix
         if find_group(mine) is not None:
             continue
+        backend = shm.NAME if asks_for_shm() else None
         for name, ranks in names.items():
-            made = _new_group(ranks)
+            ordered = list(ranks) == sorted(ranks)  # torch sorts them unless told otherwise
+            made: dist.ProcessGroup = dist.new_group(list(ranks), _timeout(), backend, sort_ranks=ordered)
             if dist.get_rank() in ranks:
                 _register(name, made)
 
@@ -219,11 +221,3 @@ def _timeout() -> timedelta:
     world: Any = dist.group.WORLD
     options = getattr(world._get_backend(world._device_types[0]), "options", None)
     return getattr(options, "_timeout", default_pg_timeout)
-
-
-def _new_group(ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A process group with its members in the listed order: torch sorts them unless told otherwise."""
-    backend = shm.NAME if asks_for_shm() else None
-    ordered = list(ranks) == sorted(ranks)
-    made: dist.ProcessGroup = dist.new_group(list(ranks), _timeout(), backend, sort_ranks=ordered)
-    return made

@@ -36,9 +36,8 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, InputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.text import print_graph
-from shardfx.runtime.store import Store
+from shardfx.runtime.store import Store, checksum
 
-from .checksum import checksum
 from .groups import make_cpu_group, make_groups
 from .peer_failure import ending_together, exchange, tell_all
 from .process_store import DONE, WRITTEN, ProcessStore

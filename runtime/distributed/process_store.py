@@ -25,9 +25,8 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops.pools.transfer import finish
 from shardfx.ir.shards import Shards
 from shardfx.ir.spec import Spec
-from shardfx.runtime.store import Store, spec_of, with_strides_of
+from shardfx.runtime.store import Store, checksum, spec_of, with_strides_of
 
-from .checksum import checksum
 from .dtensor_shard import DTensorShard
 from .groups import device_mesh, is_dry_run, make_groups
 from .peer_failure import ending_together, tell_all

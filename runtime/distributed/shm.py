@@ -219,18 +219,14 @@ def connect(gather: Callable[[Any], list[Any]], place: int, ranks: Sequence[int]
                     links[other] = SocketLink(made, ranks[other], timeout)
                 while len(links) < len(ranks) - 1:
                     made, _ = door.accept()
-                    if _user(made) == os.getuid():
+                    peer = made.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+                    if struct.unpack("3i", peer)[1] == os.getuid():  # its process, user and group
                         (other,) = struct.unpack("=I", made.recv(4))
                         links[other] = SocketLink(made, ranks[other], timeout)
         complete = gather(len(links) == len(ranks) - 1)
     for link in links.values() if not all(complete) else ():
         link.close()
     return [links[other] for other in sorted(links)] if all(complete) else []
-
-
-def _user(connection: socket.socket) -> int:
-    """The user ID of the peer process."""
-    return int(struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1])
 
 
 def _machine() -> str:

@@ -15,7 +15,7 @@ import torch.utils._pytree as pytree
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import InputKind, OutputKind
-from shardfx.runtime.distributed.checksum import checksum
+from shardfx.runtime.store import checksum
 
 from .image_files import ArrayLike, read_window
 from .receptive_field import Locality, SceneRows, follow, not_local

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardfx.ir.cost.fake_calls import FakeCalls, TensorLayout
 from shardfx.ir.ops.pools import transfer
-from shardfx.runtime.distributed.checksum import checksum
+from shardfx.runtime.store import checksum
 
 POOLS: dict[str, Callable[[Tensor], Tensor]] = {
     "host": transfer.to_host,
