@@ -132,10 +132,6 @@ class Guard:
     of_loss: bool = False
     op: str = ""
 
-    def in_loss(self) -> Guard:
-        """The same guard, marked as one of the loss."""
-        return replace(self, of_loss=True)
-
     def concerns(self, kinds: Container[OutputKind]) -> bool:
         """Whether the guard is in effect for programs of outputs of these kinds."""
         return not self.of_loss or OutputKind.LOSS in kinds or OutputKind.GRADIENT in kinds

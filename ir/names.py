@@ -28,18 +28,14 @@ def module_outputs(graph: Graph) -> dict[str, list[Value]]:
             for value in node.outs:
                 outside = value in results or any(not within(u.where.module, path) for u in users.get(value, ()))
                 if outside and value.type.dtype.is_floating_point:
-                    fresh = path not in last or _left(forward, last[path], i, path)
-                    if fresh:
+                    since = forward[last[path] + 1 : i] if path in last else []
+                    left = any(not within(each.where.module, path) and each.where.module for each in since)
+                    if path not in last or left:  # the program left the module, and calls it once more
                         found.setdefault(path, []).append(value)
                     else:
                         found[path][-1] = value
                     last[path] = i
     return found
-
-
-def _left(forward: list[Node], start: int, end: int, path: str) -> bool:
-    """Whether the program left module ``path`` between two of its nodes: then it was called twice."""
-    return any(not within(node.where.module, path) and node.where.module for node in forward[start + 1 : end])
 
 
 def prefixes(path: str) -> list[str]:

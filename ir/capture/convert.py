@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -231,7 +231,7 @@ def _settle_guards(graph: Graph) -> None:
     graph.outputs = [output for output in graph.outputs if output.guard is None or output.value in of_inputs]
     for output in graph.outputs:
         if output.guard is not None and output.guard.op and output.value in of_targets:
-            output.guard = output.guard.in_loss()
+            output.guard = replace(output.guard, of_loss=True)
 
 
 TOKENS = (ForwardTokenAOTInput, BackwardTokenAOTInput)

@@ -364,13 +364,12 @@ class CallWriter(TorchDispatchMode):
             operand = args[number] if number < len(args) else kwargs.get(argument.name)
             if not isinstance(operand, Tensor):
                 raise NotFunctional(f"{func} writes into a {type(operand).__name__}")
-            if id(operand) in self._viewed or (id(operand) not in self._writable and not self._made_here(operand)):
+            node = self._nodes.get(id(operand))
+            made_here = node is not None and node.op == "call_function"
+            if id(operand) in self._viewed or not (made_here or id(operand) in self._writable):
                 raise NotFunctional(f"{func}: what it writes into is seen elsewhere")
             found.append(operand)
         return found
-
-    def _made_here(self, tensor: Tensor) -> bool:
-        return id(tensor) in self._nodes and self._nodes[id(tensor)].op == "call_function"
 
     def _functional(self, func: Any, changed: Sequence[Tensor]) -> Any:
         """The functional variant of an op: it returns what the other writes, as its result or behind its results."""

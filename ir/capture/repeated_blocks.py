@@ -286,15 +286,11 @@ class OpTrace(TorchDispatchMode):
         for first, last in _segments({i: self.segments[path, i] for i in indices}):
             own = ops[first]
             first += ops.get(first - 1) != own
-            last -= self._shares(path, last) or ops.get(last + 1, [])[: len(own)] != own
+            last -= (path, last) in self._sharing or ops.get(last + 1, [])[: len(own)] != own
             if last - first > LEAST:
                 found.append(Repeat(path, first + 1, last - 1))
         best = max(found, key=lambda repeat: len(repeat.left_out), default=None)
         return best if best is not None and all(self._closed(path, i) for i in best.left_out) else None
-
-    def _shares(self, path: str, index: int) -> bool:
-        """Whether a block uses a value with a gradient that is neither its own nor of the block before."""
-        return (path, index) in self._sharing
 
     def _closed(self, path: str, index: int) -> bool:
         """Whether only the next block uses what a block makes."""

@@ -191,7 +191,8 @@ def without_repeats(trace: DynamoTrace, repeats: Sequence[Repeat]) -> DynamoTrac
     copied.output(copied.graph_copy(trace.graph.graph, {}))
     graph = fx.GraphModule(trace.graph, copied)
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    blocks: dict[tuple[Repeat, int], list[fx.Node]] = {(each, index): [] for each in repeats for index in _near(each)}
+    near = ((each, index) for each in repeats for index in range(each.first - 1, each.last + 1))  # and the one before
+    blocks: dict[tuple[Repeat, int], list[fx.Node]] = {place: [] for place in near}
     at: tuple[Repeat, int] | None = None
     for node in graph.graph.nodes:
         if node.op not in ("placeholder", "output", "get_attr"):
@@ -227,8 +228,3 @@ def without_loss(trace: DynamoTrace) -> DynamoTrace:
             copied.erase_node(node)
     graph = fx.GraphModule(trace.graph, copied)
     return replace(trace, graph=graph, results=trace.results[trace.has_loss :], has_loss=False)
-
-
-def _near(repeat: Repeat) -> range:
-    """The blocks that are left out, and the one before."""
-    return range(repeat.first - 1, repeat.last + 1)
