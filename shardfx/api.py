@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.ir.capture.frontend.dynamo import UntracedByDynamo
 from shardfx.ir.capture.frontend.loss_module import with_own_loss
@@ -27,8 +26,10 @@ from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
 from shardfx.plan import PlannedSpecs
-from shardfx.runtime.distributed.groups import check_size, initialise, launched
+from shardfx.runtime.distributed.groups import check_size, initialise, is_dry_run, launched
+from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.local_device import local_device
+from shardfx.runtime.verify.interface import without_content
 
 from .compile import capture_model, check_offload, compile_model, no_collection, trace_model
 from .compiled import Compiled
@@ -141,13 +142,13 @@ def parallelize(
             report_redundant_compute(compiled)
             return compiled
 
-        place = _place(module, described, hints, virtual)
         tensors = [*module.parameters(), *module.buffers()]
-        later = place.virtual and any(each.is_meta or isinstance(each, FakeTensor) for each in tensors)
+        place = _place(tensors, described, hints, virtual)
+        later = place.virtual and any(map(without_content, tensors))
         watch, source = watch_original(given), SourceModel(given, loss)
         traces = not hints.guard and not isinstance(model, torch.export.ExportedProgram)
         variants = Specializations(source, without_weights(module), hints, build, traces)
-        peers = place.make_peers()
+        peers = Peers(alone=place.virtual or is_dry_run())
         with peers.calling():
             compiled = peers.planned(first, Compiled.subjects)
             pm = ParallelModule(compiled, place, peers, module, variants, optimizer)
@@ -188,17 +189,16 @@ def trace(model: nn.Module | torch.export.ExportedProgram, hints: Hints, mesh: M
         return unfolded(capture_model(module, mesh, replace(hints, loss=loss)).graph)
 
 
-def _place(model: nn.Module, mesh: Mesh, hints: Hints, virtual: bool | None) -> ExecutionTarget:
-    """The execution target: all ranks in this process, or this process as one of them.
+def _place(tensors: Sequence[torch.Tensor], mesh: Mesh, hints: Hints, virtual: bool | None) -> ExecutionTarget:
+    """The execution target of a model with these tensors: all ranks in this process, or this process as one of them.
 
     Raises:
         Error: a device that is not there, for a model with weights, or for a rank of a job.
     """
-    tensors = [*model.parameters(), *model.buffers()]
     weights = next((t.device for t in tensors), torch.device("cpu"))
     real = not virtual and launched(mesh.size)
     device = local_device(hints.device, weights, real)
-    if real or not any(t.is_meta or isinstance(t, FakeTensor) for t in tensors):
+    if real or not any(map(without_content, tensors)):
         torch.empty(0, device=device)  # raises before planning, if there is none
     if real:
         initialise(device)

@@ -82,9 +82,10 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(run=run)
         return added
 
-    demo = command("demo", _demo, "train a small model on 4 virtual ranks against one device, prove it, draw it")
-    demo.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: 40)")
-    demo.add_argument(
+    text = "train a small model on 4 virtual ranks against one device, prove it, draw it"
+    shown = command("demo", lambda arguments, out: demo(out, arguments.out, arguments.steps), text)
+    shown.add_argument("--steps", type=int, default=40, metavar="N", help="training steps (default: 40)")
+    shown.add_argument(
         "--out", type=Path, default=Path("demo_out"), metavar="DIR", help="where to write (default: demo_out)"
     )
     command("passes", run_passes, "list the passes that there are, built-in ones and those of plugins")
@@ -101,10 +102,6 @@ def _parser() -> argparse.ArgumentParser:
     add_schedule_arguments(command("schedule", run_schedule, "make the schedule of a pipeline, simulate it, draw it"))
     explain.add_argument("name", metavar="NAME", help="a parameter, args.N, a module's path, or a value such as %%12")
     return made
-
-
-def _demo(arguments: argparse.Namespace, out: Console) -> int:
-    return demo(out, arguments.out, arguments.steps)
 
 
 def run_passes(arguments: argparse.Namespace, out: Console) -> int:

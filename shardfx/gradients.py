@@ -83,16 +83,13 @@ def check_scale(hints: Hints) -> None:
         Error: there is none in the program.
     """
     compute = MixedPrecision.of(hints.mixed_precision)
-    if (
-        compute is not None
-        and isinstance(compute.loss_scale, LossScale)
-        and (hints.loss is None or hints.optimizer is None)
-    ):
+    scale = compute.loss_scale if compute is not None else None
+    if isinstance(scale, LossScale) and (hints.loss is None or hints.optimizer is None):
         raise Error(
             "a scale that adapts is stepped with the optimizer",
             where="Hints(mixed_precision=...): scale",
             expected="Hints(loss=..., optimizer=...), and pm.step(x, y)",
-            got=repr(compute.loss_scale),
+            got=repr(scale),
             remedy="give the optimizer in the hints; or a number: MixedPrecision(..., scale=2.0**14)",
         )
 

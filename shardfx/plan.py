@@ -53,44 +53,6 @@ VERSION = 1
 """Of the file's form: raised when an older reader could not make sense of it."""
 
 
-def read_plan(path: str | Path) -> Plan:
-    """The fields of the plan in a file, each checked.
-
-    Raises:
-        Error: there is no such file; it is cut short, of another version, or no plan at all.
-    """
-    where = str(path)
-    try:
-        size = Path(path).stat().st_size
-        if size > LARGEST:
-            raise Error("the plan is too large", where=where, expected=f"at most {LARGEST:,} bytes", got=f"{size:,}")
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Error("the plan cannot be read", where=where, got=error.strerror or str(error)) from None
-    except (ValueError, RecursionError) as error:
-        what, remedy = "the plan is cut short, or no JSON", "save it again: pm.plan.save(path)"
-        raise Error(what, where=where, expected="a complete file", got=error, remedy=remedy) from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        expected = f'JSON with "format": "{FORMAT}"'
-        raise Error("this file is not a plan", where=where, expected=expected, got=str(content)[:60])
-    if content.get("version") != VERSION:
-        raise Error(
-            "the plan is of another version",
-            where=where,
-            expected=f"version {VERSION}",
-            got=f"version {content.get('version')}, written by shardfx {content.get('shardfx')}",
-            remedy="make the plan anew, or read it with that version of shardfx",
-        )
-    try:
-        return _plan_of(content)
-    except Error as error:
-        at = f"{where}: {error.where or 'mesh'}"
-        raise Error(error.what, where=at, expected=error.expected, got=error.got) from None
-    except (KeyError, TypeError, AttributeError) as error:
-        what = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise Error("the plan is incomplete", where=where, expected="what Plan.save writes", got=what) from None
-
-
 def _plan_of(content: dict[str, Any]) -> Plan:
     axes = [
         Axis(axis["name"], axis["size"], axis["loop"], Link(axis["bandwidth"], axis["latency"]), axis["interleave"])
@@ -234,12 +196,43 @@ class Plan:
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan from its JSON file.
+        """Read a plan from its JSON file, each field checked.
 
         Raises:
             Error: there is no such file; it is cut short, of another version, or no plan at all.
         """
-        return read_plan(path)
+        where = str(path)
+        try:
+            size = Path(path).stat().st_size
+            if size > LARGEST:
+                raise Error(
+                    "the plan is too large", where=where, expected=f"at most {LARGEST:,} bytes", got=f"{size:,}"
+                )
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise Error("the plan cannot be read", where=where, got=error.strerror or str(error)) from None
+        except (ValueError, RecursionError) as error:
+            what, remedy = "the plan is cut short, or no JSON", "save it again: pm.plan.save(path)"
+            raise Error(what, where=where, expected="a complete file", got=error, remedy=remedy) from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            expected = f'JSON with "format": "{FORMAT}"'
+            raise Error("this file is not a plan", where=where, expected=expected, got=str(content)[:60])
+        if content.get("version") != VERSION:
+            raise Error(
+                "the plan is of another version",
+                where=where,
+                expected=f"version {VERSION}",
+                got=f"version {content.get('version')}, written by shardfx {content.get('shardfx')}",
+                remedy="make the plan anew, or read it with that version of shardfx",
+            )
+        try:
+            return _plan_of(content)
+        except Error as error:
+            at = f"{where}: {error.where or 'mesh'}"
+            raise Error(error.what, where=at, expected=error.expected, got=error.got) from None
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise Error("the plan is incomplete", where=where, expected="what Plan.save writes", got=what) from None
 
 
 def make_plan(compiled: Compiled) -> Plan:

@@ -75,11 +75,6 @@ def find_pass(name: str) -> type[Pass]:
     return _find(name, Pass, BUILT_IN, PASSES, "Hints(passes=...)")
 
 
-def find_rank_pass(name: str) -> type[RankPass]:
-    """Find a rank pass by name."""
-    return _find(name, RankPass, RANK_BUILT_IN, RANK_PASSES, "Hints(rank_passes=...)")
-
-
 def _find(name: str, base: type[T], built_in: Mapping[str, type[T]], group: str, where: str) -> type[T]:
     if name in built_in:
         return built_in[name]
@@ -111,7 +106,11 @@ def as_passes(given: Iterable[Pass | str]) -> tuple[Pass, ...]:
 
 def as_rank_passes(given: Iterable[RankPass | str]) -> tuple[RankPass, ...]:
     """Rank passes from instances or text."""
-    return tuple(parse_pass(each, find_rank_pass) if isinstance(each, str) else each for each in given)
+
+    def find(name: str) -> type[RankPass]:
+        return _find(name, RankPass, RANK_BUILT_IN, RANK_PASSES, "Hints(rank_passes=...)")
+
+    return tuple(parse_pass(each, find) if isinstance(each, str) else each for each in given)
 
 
 def all_rules(given: Iterable[RuleEntry] = (), discover: bool = True) -> RuleBook:

@@ -16,8 +16,7 @@ from shardfx.ir.ops.pools.pool_ops import moves_pool
 from shardfx.ir.program.source import write_source
 from shardfx.runtime.compiled_programs import Write, compiled
 from shardfx.runtime.cuda_graphs import graphed
-from shardfx.runtime.distributed.groups import by_stream, is_dry_run, share_memory
-from shardfx.runtime.distributed.peers import Peers
+from shardfx.runtime.distributed.groups import by_stream, share_memory
 from shardfx.runtime.distributed.stage_transport import AHEAD, check_messages
 from shardfx.runtime.engine import Engine
 from shardfx.runtime.store import Store
@@ -159,10 +158,6 @@ class ExecutionTarget:
         from shardfx.runtime.distributed.process_engine import ProcessEngine
 
         return ProcessEngine(graph, self.device, write)
-
-    def make_peers(self) -> Peers:
-        """The peers of this rank, for a module that is to be planned. A collective call."""
-        return Peers(alone=self.virtual or is_dry_run())
 
     def make_compiled(self, graph: Graph, options: CompileOptions) -> Engine:
         """An engine that runs programs through ``torch.compile``."""

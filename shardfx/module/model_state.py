@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from shardfx.compiled import Compiled
 from shardfx.ir.capture.frontend.model_preparation import copied, marked, marks_of
@@ -25,6 +24,7 @@ from shardfx.module.source_model import SourceModel
 from shardfx.plan import some
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store
+from shardfx.runtime.verify.interface import without_content
 
 WHERE = "load_full_state_dict(...)"
 EXTRA = "_extra_state"
@@ -58,7 +58,7 @@ class ModelState:
     def load_from(self, model: nn.Module) -> None:
         """Shard the model's own weights; those of a fake or meta model come later."""
         full = {self.aliases.get(name, name): tensor for name, tensor in _tensors(model)}
-        if self.store.has_weights(not any(t.is_meta or isinstance(t, FakeTensor) for t in full.values())):
+        if self.store.has_weights(not any(map(without_content, full.values()))):
             with torch.no_grad():
                 self.store.load(full, self.trainable)
         self._mark()
@@ -137,9 +137,7 @@ class ModelState:
         """Global inputs of known content: real example inputs, and buffers that are not sharded."""
         hints = self.compiled.hints
         named = leaf_names(hints.args, hints.kwargs, hints.targets)
-        known = {
-            n: t for n, t in named if isinstance(t, torch.Tensor) and not t.is_meta and not isinstance(t, FakeTensor)
-        }
+        known = {n: t for n, t in named if isinstance(t, torch.Tensor) and not without_content(t)}
         for inp in self.compiled.after.of_kind(InputKind.BUFFER):
             if inp.name in self.store.buffers and self.is_stored_full(inp.name):
                 known[inp.name] = self.store.full(inp.name)

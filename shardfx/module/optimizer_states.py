@@ -7,7 +7,7 @@ the place of their shards, in the same groups, and states in their parameters' g
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -76,7 +76,14 @@ def sharding(state: ModelState, optimizer: torch.optim.Optimizer, full: Mapping[
     every = _members(state, optimizer)
     sizes, theirs = [len(members) for members in every], [len(group["params"]) for group in full["param_groups"]]
     if sizes != theirs:
-        raise _other_groups(sizes, theirs)
+        raise Error(
+            "the state dict is of another optimizer",
+            where=LOADED,
+            expected=f"groups of {sizes} parameters of the model",
+            got=f"groups of {theirs}",
+            remedy="pass what pm.full_optimizer_state_dict(optimizer) gave, or the state dict of an optimizer of the "
+            "model itself",
+        )
     groups: list[dict[str, Any]] = []
     states: dict[int, dict[str, Any]] = {}
     own = optimizer.state_dict()["param_groups"]
@@ -109,17 +116,6 @@ def _members(state: ModelState, optimizer: torch.optim.Optimizer) -> list[list[t
         its = sorted((name for name, group in said.items() if group == number), key=lambda name: order[name])
         every.append([(name, here.get(name)) for name in its] + [each for each in members if not each[0]])
     return every
-
-
-def _other_groups(wanted: Sequence[int], theirs: Sequence[int]) -> Error:
-    return Error(
-        "the state dict is of another optimizer",
-        where=LOADED,
-        expected=f"groups of {wanted} parameters of the model",
-        got=f"groups of {theirs}",
-        remedy="pass what pm.full_optimizer_state_dict(optimizer) gave, or the state dict of an optimizer of the "
-        "model itself",
-    )
 
 
 def _full_state(state: ModelState, name: str, mine: Mapping[str, Any]) -> dict[str, Any]:

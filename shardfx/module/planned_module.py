@@ -40,6 +40,7 @@ from shardfx.report.figures import Report
 from shardfx.report.make_report import make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.distributed.groups import is_dry_run
+from shardfx.runtime.distributed.peer_failure import tell_all
 from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.nan_debug import NanDebug
@@ -337,11 +338,8 @@ class PlannedModule(ProxyRoot):
         recording, rank = Recording(), self._this_rank
         with self._watching(recording):
             yield recording
-        everybody: list[Any] = [recording.rows()]
-        if rank is not None and not is_dry_run():
-            mine, everybody = everybody[0], [None] * dist.get_world_size()
-            dist.all_gather_object(everybody, mine)
-        recording.close(everybody)
+        rows = recording.rows()
+        recording.close([rows] if rank is None or is_dry_run() else tell_all(rows))
         if recording.steps:
             self._measured = recording
         if not rank or is_dry_run():

@@ -123,9 +123,7 @@ class Programs:
         compiled = with_more_room(self.compiled)
         room = next(each.room for each in compiled.passes if isinstance(each, ExpertParallel))
         self.notes[f"{ROOM} {'twice the mean' if room == 1 else 'all rows'}"] = None
-        made = Programs(compiled, self.target, self.step.store)
-        made.rank_passes = self.rank_passes
-        return made.step
+        return self.of(compiled).step
 
     @property
     def trains(self) -> bool:

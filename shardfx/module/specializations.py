@@ -31,7 +31,7 @@ from shardfx.ir.capture.frontend.loss_module import OwnLoss
 from shardfx.ir.capture.frontend.model_preparation import attributes_of, reject_backward_hooks, without_weights
 from shardfx.ir.capture.frontend.traced_program import without_loss
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Input, Output, OutputKind
+from shardfx.ir.graph import Graph, Input, OutputKind
 from shardfx.ir.spec import Spec, TensorType, dim_order_of, strides_of
 from shardfx.ir.text import print_graph
 from shardfx.ir.unfolding.unfold import unfolded
@@ -66,7 +66,7 @@ from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN
 from shardfx.module.source_model import SourceModel
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
-from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers, RankInput
+from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.step import HELD, STORED
 from shardfx.runtime.verify.verdict import Verdict, together
@@ -308,10 +308,7 @@ class Specializations:
 
     def _alike(self, programs: Programs, call: ModuleCall, key: Hashable, peers: Peers, local: bool) -> ModuleCall:
         """The call, with inputs that must be equal on all ranks: compared, or (if the hints say so) broadcast."""
-
-        def given() -> list[RankInput]:
-            return rank_inputs(programs, call, local)
-
+        given = partial(rank_inputs, programs, call, local)
         if self.hints.check_inputs == "broadcast":
             return call.holding(peers.firsts(programs.step.graph.mesh, given))
         peers.compare(key, given, bool(self.hints.check_inputs))
@@ -342,7 +339,9 @@ class Specializations:
         programs of one plan, for ranks draw by what they hold."""
         (peers, make, watch, local), asked = around, frozenset(wanted)
         if programs.step.draws(INFER) and not local:
-            zeros = [torch.zeros((), dtype=o.value.type.dtype).expand(o.value.shape) for o in _pulled(programs)]
+            results = (o.value for o in programs.step.graph.outputs if o.kind is OutputKind.RESULT)
+            pulled = [value for value in results if is_pulled(value.type.dtype)]
+            zeros = [torch.zeros((), dtype=value.type.dtype).expand(value.shape) for value in pulled]
             its_call, its_form = vjp_call(call, form, zeros, asked)
             programs = self.serving(its_form, its_call, peers, make)
         step, seed = programs.step, programs.step.seed(INFER)
@@ -525,9 +524,3 @@ def _asks(compiled: Compiled) -> bool:
     """Whether the code asks which tensors require a gradient, as far as that is known."""
     trace = compiled.captured.trace
     return trace is None or trace.asks_for_gradients
-
-
-def _pulled(programs: Programs) -> list[Output]:
-    """The differentiable results."""
-    outputs = [o for o in programs.step.graph.outputs if o.kind is OutputKind.RESULT]
-    return [o for o in outputs if is_pulled(o.value.type.dtype)]

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -28,6 +27,7 @@ from shardfx.ir.shards import local_shard
 from shardfx.module.model_state import ModelState
 from shardfx.runtime.step import STORED
 from shardfx.runtime.store import Store, version
+from shardfx.runtime.verify.interface import without_content
 
 _originals = WeakIdKeyDictionary()
 """The watch of each parameter of a model that is parallel, too."""
@@ -233,7 +233,7 @@ class SourceWeightsCheck:
         full = {
             state.aliases.get(name, name): (name, tensor.detach())
             for name, tensor in stored(model).items()
-            if not tensor.is_meta and not isinstance(tensor, FakeTensor)
+            if not without_content(tensor)
         }
         for inp in graph.inputs:
             if inp.kind not in STORED or inp.name not in full or not store.is_here(inp.name):
