@@ -24,13 +24,13 @@ from shardfx.ir.capture.optimizer.sparse_rows import row_counts
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.ops.computing.table_ids import GRADIENT, LARGEST, LOOKUP, narrow_ids
 from shardfx.ir.ops.traits import is_cast
+from shardfx.ir.program.store_layout import as_made
 from shardfx.ir.rewriter import Rewriter
 from shardfx.ir.rules.strategy import as_placed, factor_shardings
 from shardfx.ir.spec import Spec
 
 from .base import SHARDED, Pass, PassContext
 from .sharding.seeds import as_used, strip
-from .update_placement import as_made
 
 aten = torch.ops.aten
 TABLE = ("v", "d")

@@ -10,6 +10,7 @@ from collections import ChainMap
 from collections.abc import Mapping
 
 from shardfx.ir.graph import Graph, InputKind, OutputKind, Phase, Value
+from shardfx.ir.program.store_layout import as_made
 from shardfx.ir.rules.strategy import as_placed
 from shardfx.ir.spec import Spec
 
@@ -49,13 +50,6 @@ def place_update(graph: Graph, cache: RuleCache, stored: Mapping[str, Spec]) -> 
     for output in graph.outputs:
         if output.kind.is_stepped:
             output.spec = graph.input(output.name).value.spec
-
-
-def as_made(gradient: Value) -> Value:
-    """A gradient before it was clipped: as the backward makes it."""
-    while gradient.node is not None and gradient.node.phase is Phase.UPDATE:
-        gradient = gradient.node.operands[0]
-    return gradient
 
 
 def _place(graph: Graph, cache: RuleCache, seen: dict[Value, Spec]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -127,7 +127,7 @@ def replay(program: RankProgram, ahead: int = 0, fakes: FakeCalls | None = None,
     walk = _replayed(program, fakes)
     if compiled:
         walk.costs = _fused_costs(walk)
-        drop_inlined_values(walk.calls, walk.storages_of)
+        drop_inlined_values(walk.calls, lambda node: (each.storage for each in leaves(walk.values[node], StoredTensor)))
     set_iteration_sizes(
         program.graph.nodes, walk.storages, lambda iteration: _replayed(program, fakes, iteration).storages
     )
@@ -329,10 +329,6 @@ class _Replay:
             sent = Sent(1.0, nbytes) if row is None else row.sent(row.full_bytes_of(nbytes, n), n)
             self._costs[key] = Cost(sent={self.mesh.sort(axes): sent})
         return self._costs[key]
-
-    def storages_of(self, node: fx.Node) -> Iterator[Storage]:
-        """The storages of a value."""
-        return (tensor.storage for tensor in leaves(self.values[node], StoredTensor))
 
     def keep(self, node: fx.Node, category: str) -> None:
         """Keep an output live to the end. The unreduced sources of a gradient are gradients, too."""

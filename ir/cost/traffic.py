@@ -11,7 +11,7 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
 from shardfx.ir.ops.experts.dispatch import take_rows
 from shardfx.ir.ops.sends import is_comm, loop_of
-from shardfx.ir.ops.traits import is_view
+from shardfx.ir.ops.traits import unviewed
 from shardfx.ir.program.loops.loop_nest import PlannedLoop, loop_axes, loop_nest
 
 
@@ -57,13 +57,10 @@ def comm_name(node: Node, mesh: Mesh) -> str:
 
 def experts_comm(node: Node) -> str:
     """``dispatch`` or ``combine``, of rows of experts; else nothing."""
-    made = node.operands[0].node
-    moved = made
-    while moved is not None and is_view(moved):
-        moved = moved.operands[0].node
-    if node.op is not comm.all_to_all or moved is None or moved.op is not take_rows:
+    moved = unviewed(node.operands[0])
+    if node.op is not comm.all_to_all or moved.node is None or moved.node.op is not take_rows:
         return ""
-    return "dispatch" if moved is made else "combine"
+    return "dispatch" if moved is node.operands[0] else "combine"
 
 
 def by_axes(nodes: Iterable[Node], mesh: Mesh) -> dict[tuple[str, ...], list[Traffic]]:

@@ -103,6 +103,13 @@ def uncast(value: Value) -> Value:
     return value
 
 
+def unviewed(value: Value) -> Value:
+    """The value that a view is of, also through several; a value itself, if it is no view."""
+    while value.node is not None and is_view(value.node):
+        value = value.node.operands[0]
+    return value
+
+
 @cache
 def is_heavy_op(op: Any) -> bool:
     """Whether torch has a formula for the op's arithmetic (products, convolutions), or it is a kind of attention or of

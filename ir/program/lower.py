@@ -244,11 +244,7 @@ class Lowering:
     def result(self, output: Output) -> Any:
         """The local value of an output, after any wait for its copy into another pool, unless it is a state, which
         nobody reads before :func:`shardfx.ir.ops.pools.transfer.finish`."""
-        made = self.env[output.value]
-        if made.target is not transfer.stored or output.kind is OutputKind.STATE:
-            return made
-        self.current = output.value.node
-        return self.call(transfer.arrived, made, gives=made.meta.get("shape"))
+        return self.env[output.value] if output.kind is OutputKind.STATE else self._there(output.value)
 
 
 @dataclass

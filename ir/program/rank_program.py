@@ -126,3 +126,9 @@ class RankProgram:
         from .program_text import print_program  # which knows programs
 
         return print_program(self)
+
+
+def planned_node(call: fx.Node) -> Node | None:
+    """The planned node that a call was lowered from."""
+    planned = call.meta.get("shardfx")
+    return planned if isinstance(planned, Node) else None

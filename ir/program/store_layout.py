@@ -48,7 +48,7 @@ def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
         parameter, _, key = inp.name.rpartition(".")
         owned.setdefault(parameter, {})[key] = inp
     placed = {inp.name for together in contiguous_parameters(graph.nodes, graph.inputs) for inp in together}
-    made = {_as_made(o.value): o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in inputs}
+    made = {as_made(o.value): o.name for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in inputs}
     found = []
     for node in graph.nodes:
         if node.op in (all_reduce, reduce_scatter):
@@ -65,7 +65,7 @@ def stepped_groups(graph: Graph) -> list[tuple[Input, ...]]:
     return found
 
 
-def _as_made(gradient: Value) -> Value:
+def as_made(gradient: Value) -> Value:
     """A gradient before the step changes it or gathers it, as the backward makes it."""
     while (node := gradient.node) is not None and (node.phase is Phase.UPDATE or node.op is all_gather):
         gradient = node.operands[node.outs.index(gradient) if node.op is all_gather else 0]

@@ -37,7 +37,7 @@ from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.program.loops.loop_regions import action_name, execution_order, loop_role, regions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 from shardfx.ir.schedule.actions import KINDS
 
 BEFORE = ""
@@ -58,7 +58,8 @@ def main_loop(nodes: Sequence[fx.Node]) -> fx.Node | None:
     inside = regions(nodes)
     if (action := next(filter(_names_action, nodes), None)) is not None:
         return inside[action][0]
-    work = [node for node in nodes if (made := _planned(node)) and made.phase is not Phase.UPDATE and not is_comm(made)]
+    planned = ((node, planned_node(node)) for node in nodes)
+    work = [node for node, made in planned if made and made.phase is not Phase.UPDATE and not is_comm(made)]
     sizes = Counter(inside[node][0] for node in work if inside[node])
     most = max(sizes, key=sizes.__getitem__, default=None)
     return most if most is not None and 2 * sizes[most] > len(work) else None
@@ -82,7 +83,7 @@ def purposes(nodes: Iterable[fx.Node]) -> dict[fx.Node, Purpose]:
 def _stage(calls: Sequence[fx.Node]) -> int:
     """The stage of an update: the first that has actions, or the one with most calls."""
     actions = [int(name[1:]) for name in map(action_name, filter(_names_action, calls)) if name[0] in KINDS]
-    counts = Counter(node.at[0] for node in map(_planned, calls) if node is not None and node.at)
+    counts = Counter(node.at[0] for node in map(planned_node, calls) if node is not None and node.at)
     return min(actions) if actions else max(counts, key=counts.__getitem__, default=0)
 
 
@@ -104,7 +105,7 @@ def _by_action(calls: Sequence[fx.Node]) -> dict[fx.Node, Purpose]:
 
 def _by_phase(calls: Sequence[fx.Node], stage: int) -> dict[fx.Node, Purpose]:
     """The purpose of each call by phases in order; updates before the last product of the backward belong to it."""
-    planned = [*map(_planned, calls)]
+    planned = [*map(planned_node, calls)]
     back = _split_point(planned, lambda phase: phase is not Phase.FORWARD)
     products = [i for i, node in enumerate(planned) if node and node.phase is Phase.BACKWARD and is_heavy(node)]
     update = max(back, products[-1] + 1 if products else 0)
@@ -117,11 +118,6 @@ def _split_point(planned: Sequence[Node | None], late: Callable[[Phase], bool]) 
     """The best split of calls into phases: most in front of it are of early phases, most behind it of late ones."""
     gains = [*accumulate((0 if node is None else -1 if late(node.phase) else 1 for node in planned), initial=0)]
     return max(range(len(gains)), key=gains.__getitem__)
-
-
-def _planned(node: fx.Node) -> Node | None:
-    planned = node.meta.get("shardfx")
-    return planned if isinstance(planned, Node) else None
 
 
 # ---- tasks ----------------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from typing import ClassVar
 
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase
 from shardfx.ir.ops.traits import is_cast, narrows
+from shardfx.ir.program.store_layout import as_made
 from shardfx.ir.rules.strategy import REDUCE_AFTER, as_placed
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import SHARDED, Pass, PassContext
-from shardfx.passes.update_placement import as_made
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ class _Places:
                 for each in chain:
                     self.at[each] = min(self._place(each), ready + 0.5)
         for node in reversed(self.graph.nodes):
-            if _may_send(node) and not sends(node, self.graph.mesh) and node not in self.fetches:
+            kept = is_comm(node) and not node.op.sends_nothing and not sends(node, self.graph.mesh)
+            if kept and node not in self.fetches:
                 uses = [self._place(user) for value in node.outs for user in self.users[value]]
                 made = [self._place(each) for each in _makers(node)]
                 self.at[node] = max([min(uses, default=self.now[node]) - 0.5, *made])
@@ -131,7 +132,3 @@ class _Places:
 def _makers(node: Node) -> list[Node]:
     """The nodes that make its operands."""
     return [value.node for value in node.operands if value.node is not None]
-
-
-def _may_send(node: Node) -> bool:
-    return is_comm(node) and not node.op.sends_nothing

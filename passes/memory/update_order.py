@@ -51,9 +51,8 @@ def updates_of(graph: Graph, states: Iterable[Input]) -> list[ParameterUpdate]:
     for node in graph.nodes:
         names = {owners[value] for value in node.operands if value in owners} if node.phase is Phase.UPDATE else set()
         if names:
-            name = (
-                names.pop() if len(names) == 1 and not sends(node, graph.mesh) else None
-            )  # several, or what is gathered
+            alone = len(names) == 1 and not sends(node, graph.mesh)  # else several, or what is gathered
+            name = names.pop() if alone else None
             owners.update(dict.fromkeys(node.outs, name))
             if name in found:
                 found[name].nodes.append(node)

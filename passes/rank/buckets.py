@@ -37,9 +37,9 @@ from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.aliasing import destination
 from shardfx.ir.program.loops.loop_nest import loop_axes
 from shardfx.ir.program.loops.loop_regions import regions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, call_after, call_before, planned_node
+from .rank_pass import RankContext, RankPass, call_after, call_before
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 REDUCTIONS = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)

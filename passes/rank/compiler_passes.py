@@ -45,9 +45,9 @@ from shardfx.ir.ops import memory_ops
 from shardfx.ir.ops.memory_ops import materialize
 from shardfx.ir.ops.pack import dense_last
 from shardfx.ir.program.aliasing import Aliasing
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, call_after, call_before, is_update, planned_node
+from .rank_pass import RankContext, RankPass, call_after, call_before, is_update
 
 aten = torch.ops.aten
 QUERIES_AND_KEYS = {

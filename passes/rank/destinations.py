@@ -29,9 +29,9 @@ from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.aliasing import Aliasing
 from shardfx.ir.program.loops.loop_regions import regions, sibling_actions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, call_before, planned_node
+from .rank_pass import RankContext, RankPass, call_before
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -50,13 +50,14 @@ class GatherInto(RankPass):
             planned = planned_node(node)
             if planned is None or planned in in_host or not planned.operands:
                 continue
+            spreads = node.target is pack.unflatten and node.args[2:] != (1,) and len(node.all_input_nodes) == 1
             dtype, gathers = planned.operands[0].type.dtype, node.target is c10d.all_gather_into_tensor.default
             if node.target is pack.flatten and node.args[1] == 1 and _may_be_adjacent(node.args[0], share):
                 node.target, node.args = memory_ops.adjoin, node.args[:1]
             elif context.device == "cpu" and gathers and "shape" in node.meta:
                 memory = call_before(node, memory_ops.empty, list(node.meta["shape"]), dtype, context.device)
                 node.target, node.kwargs = memory_ops.all_gather_into, {"out": memory}
-            elif context.device == "cpu" and _spreads(node):
+            elif context.device == "cpu" and spreads:
                 shapes: Any = node.args[1]
                 numel = sum(torch.Size(shape).numel() for shape in shapes)
                 memory = call_before(node, memory_ops.empty, [numel], dtype, context.device)
@@ -70,10 +71,6 @@ class GatherInto(RankPass):
 def _may_be_adjacent(tensors: Any, share: Aliasing) -> bool:
     """Whether tensors may be adjacent: stored inputs, or parts of one buffer; not separately allocated ones."""
     return all(each.op == "placeholder" for each in tensors) or len({share.root(each) for each in tensors}) == 1
-
-
-def _spreads(node: fx.Node) -> bool:
-    return node.target is pack.unflatten and node.args[2:] != (1,) and len(node.all_input_nodes) == 1
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,10 @@ at a time are done one after the other, each of another iteration.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import fx
 
@@ -27,10 +26,11 @@ from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.sends import is_comm
 from shardfx.ir.ops.traits import is_view
 from shardfx.ir.program.loops.loop_regions import ActionOrder, ActionStep, action_order, loop_end, loop_role, regions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
+from shardfx.ir.timing.rank_tasks import started_call
 from shardfx.passes.pass_text import check_options
 
-from .rank_pass import RankContext, RankPass, planned_node, waits
+from .rank_pass import RankContext, RankPass, waits
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,7 @@ def _split(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         if not inner and loop_role(node) == "number":
             head.append(node)
             continue
-        source: Any = node.args[0] if not inner and waits(node) else None
-        while source is not None and source.target is operator.getitem:
-            source = source.args[0]
+        source = started_call(node.args[0]) if not inner and waits(node) else None
         if not starts or (source is not None and (source in started or computes)):
             starts.append(node)
             started, computes = set(), False

@@ -39,9 +39,9 @@ from shardfx.ir.ops.computing.segment import CAST
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.ops.pools import transfer
 from shardfx.ir.program.aliasing import STEPPED, Aliasing, ResultOwnership, renewed
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, call_after, call_before, is_update, origin, planned_node
+from .rank_pass import RankContext, RankPass, call_after, call_before, is_update, origin
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from typing import Any
 from torch import fx
 
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph, Node, OutputKind, Phase
+from shardfx.ir.graph import Graph, OutputKind, Phase
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.lower import SharedLowering
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 from shardfx.ir.program.validate_program import collective_order, validate_program
 from shardfx.passes.base import NamedPass, PassError, check_requires
 
@@ -57,12 +57,6 @@ class RankPass(NamedPass):
     def run(self, program: RankProgram, context: RankContext) -> bool:
         """Transform ``program.graph``, a ``torch.fx.Graph``; returns whether it changed."""
         raise NotImplementedError
-
-
-def planned_node(call: fx.Node) -> Node | None:
-    """The planned node that a call was lowered from."""
-    planned = call.meta.get("shardfx")
-    return planned if isinstance(planned, Node) else None
 
 
 def is_update(call: fx.Node) -> bool:

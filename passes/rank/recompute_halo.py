@@ -25,9 +25,9 @@ from shardfx.ir.ops import pack
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.aliasing import aliased_inputs
 from shardfx.ir.program.loops.loop_regions import regions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, planned_node
+from .rank_pass import RankContext, RankPass
 
 LEAST = 2
 """The minimum ratio of the bytes of a tile with halo to the halo's: of smaller ones there is little to save."""

@@ -32,9 +32,9 @@ from shardfx.ir.graph import Phase
 from shardfx.ir.ops.traits import draws
 from shardfx.ir.program.aliasing import view_source
 from shardfx.ir.program.loops.loop_regions import regions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, planned_node
+from .rank_pass import RankContext, RankPass
 
 TOTAL = 2**29
 """The sum of all capacities of the flow network, within the 32 bits of scipy."""

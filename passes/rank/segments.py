@@ -34,9 +34,9 @@ from shardfx.ir.ops.local_ops import OVERWRITING, POINTWISE
 from shardfx.ir.ops.pools.pool_ops import computed_beside
 from shardfx.ir.program.aliasing import Aliasing, destination
 from shardfx.ir.program.rank_module import ORIGINS
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, is_update, planned_node, waits
+from .rank_pass import RankContext, RankPass, is_update, waits
 from .touched_rows import step_touched_rows
 
 PACKED = frozenset((*POINTWISE, *OVERWRITING.values()))

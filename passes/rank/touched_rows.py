@@ -25,9 +25,9 @@ from shardfx.ir.ops.computing.row_update import CHOOSE, DENSE, is_by_rows, step_
 from shardfx.ir.ops.computing.segment import COPY, SegmentRef, call_text
 from shardfx.ir.ops.local_ops import OVERWRITING
 from shardfx.ir.program.rank_module import ORIGINS
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import is_update, planned_node
+from .rank_pass import is_update
 
 FUNCTIONAL = {form: op for op, form in OVERWRITING.items()}
 

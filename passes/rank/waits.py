@@ -28,9 +28,9 @@ from torch import fx
 
 from shardfx.ir.ops.local_ops import row_of
 from shardfx.ir.program.loops.loop_regions import loop_role, regions
-from shardfx.ir.program.rank_program import RankProgram
+from shardfx.ir.program.rank_program import RankProgram, planned_node
 
-from .rank_pass import RankContext, RankPass, planned_node, waits
+from .rank_pass import RankContext, RankPass, waits
 
 REDUCED, COPIED = {"c10d.reduce_scatter_tensor"}, {"memory.to_host", "memory.to_disk"}
 """Transfers whose number, and bytes, in flight are limited, as they keep memory live."""

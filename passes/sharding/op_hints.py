@@ -41,21 +41,17 @@ def pin_nodes(graph: Graph, context: PassContext) -> bool:
             pin = Pin(said, text, op)
             check_names(pin, graph.mesh, str(node.where))
             if node.pin is not None and (node.pin.op, node.pin.shardings) != (op, said):
-                raise _disagree(node.pin, pin, node)
+                raise Error(
+                    f"two hints disagree on {op or op_name(node.op)}",
+                    where=f"hints {node.pin.by!r} and {text!r}; {node.where}",
+                    expected="one strategy for each op",
+                    got=f"{factors_text(node.pin.shardings)} and {factors_text(said)}",
+                    remedy="make the patterns narrower; of an op that is decomposed, hint one part",
+                )
             node.pin = pin
             if not op:
                 check_pin(node, context.cache.rule(node), graph.mesh, decomposes=decomposer.can(node))
     return bool(context.strategies)
-
-
-def _disagree(one: Pin, two: Pin, node: Node) -> Error:
-    return Error(
-        f"two hints disagree on {two.op or op_name(node.op)}",
-        where=f"hints {one.by!r} and {two.by!r}; {node.where}",
-        expected="one strategy for each op",
-        got=f"{factors_text(one.shardings)} and {factors_text(two.shardings)}",
-        remedy="make the patterns narrower; of an op that is decomposed, hint one part",
-    )
 
 
 def _named(

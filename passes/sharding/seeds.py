@@ -18,9 +18,9 @@ import torch
 from shardfx.ir.dim_sharding import DimSharding, Part, compound
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.program.store_layout import as_made
 from shardfx.ir.reasons import ShardingDecision
 from shardfx.ir.spec import Spec
-from shardfx.passes.update_placement import as_made
 
 BY_PASS = "pass "
 """The name of what hints begins so where that is a pass."""

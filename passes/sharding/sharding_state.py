@@ -10,11 +10,11 @@ from typing import NamedTuple
 from shardfx.ir.dim_sharding import REPLICATED, DimSharding, smallest
 from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value, Where
 from shardfx.ir.mesh import Mesh
+from shardfx.ir.program.store_layout import as_made
 from shardfx.ir.rules.sharding_rule import Dim, ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import RuleCache
 from shardfx.passes.replicated_spatial_ops import space_axes
-from shardfx.passes.update_placement import as_made
 
 from .seeds import ChunkReach, strip
 

@@ -80,11 +80,8 @@ class ModelBlocks:
         """
         kinds, known = {type(each) for each in stages or ()}, f"the blocks {_some(self.names)}"
         if stages is not None and len(stages) != count and not (kinds <= {str} and len(stages) == count - 1):
-            what, remedy = (
-                f"{len(stages)} stages are described, where there are {count}",
-                "describe each stage, or none",
-            )
-            raise _wrong(what, f"{count} entries: ranks along the axis times chunks", stages, remedy)
+            what, expected = f"{len(stages)} stages are described, where there are {count}", f"{count} entries"
+            raise _wrong(what, f"{expected}: ranks along the axis times chunks", stages, "describe each stage, or none")
         if isinstance(stages, AsPlanned):
             placed = {name: stage for stage, names in enumerate(stages) for name in names}
             return lambda node: None if (block := self.of(node)) is None else placed.get(self.names[block])

@@ -104,7 +104,7 @@ class _Merger:
             theirs = [each[place] for each in others]
             if all(each is mine for each in theirs):
                 continue
-            if not all(map(_is_number, (mine, *theirs))):
+            if not all(isinstance(each, Integral) and not isinstance(each, bool) for each in (mine, *theirs)):
                 key = argument_key(mine, type_of)
                 for each in theirs:
                     if argument_key(each, type_of) != key:
@@ -201,11 +201,6 @@ class _Merger:
             if loop_role(loop) == "opens":
                 _declare_use(loop, known[key] if shared else begin)
         return known[key]
-
-
-def _is_number(arg: Any) -> bool:
-    """Whether an argument is a number, of one rank or of each of those for which a program is written."""
-    return isinstance(arg, Integral) and not isinstance(arg, bool)
 
 
 def _declare_use(loop: fx.Node, iteration: fx.Node) -> None:

@@ -22,7 +22,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
-from shardfx.ir.ops.traits import is_heavy, is_view
+from shardfx.ir.ops.traits import is_heavy, is_view, unviewed
 from shardfx.ir.schedule.actions import Pipelined
 
 from .loop_nest import PlannedLoop, nodes_of, varies_over
@@ -99,7 +99,7 @@ class _LiveBytes:
     """Live bytes of an iteration during steps, of the values that they use and make."""
 
     def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
-        uses = [{_source(value) for value in _operands([step])} for step in steps]
+        uses = [{unviewed(value) for value in _operands([step])} for step in steps]
         made = {value for node in nodes_of(steps) for value in node.outs}
         nbytes = {value: _nbytes(value, mesh, axis) for value in set[Value]().union(*uses)}
         self._nbytes = nbytes
@@ -136,13 +136,6 @@ def _nbytes(value: Value, mesh: Mesh, axis: str) -> int:
 
 def _operands(steps: Iterable[Node | PlannedLoop]) -> list[Value]:
     return [value for node in nodes_of(steps) for value in node.operands]
-
-
-def _source(value: Value) -> Value:
-    """The value of which a value is a view."""
-    while value.node is not None and is_view(value.node):
-        value = value.node.operands[0]
-    return value
 
 
 OUT = "O"
