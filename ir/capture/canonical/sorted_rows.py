@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from shardfx.ir.context.relative_bias import write
+from shardfx.ir.context.mask_reader import write
 from shardfx.ir.ops.experts.routed_product import routed_mm
 from shardfx.ir.ops.traits import with_defaults
 
