@@ -197,9 +197,9 @@ def _uses(value: Value, users: Mapping[Value, Sequence[Node]]) -> Iterator[Node]
 
 
 def _makers(values: Iterable[Value]) -> Iterator[Node]:
-    """The nodes that make a gradient of gradients of rows, in order."""
+    """The nodes that make a gradient of gradients of rows, in order; of what is made otherwise, the last one."""
     for node in (value.node for value in values):
         if node is not None:
-            if node.op is not GRADIENT:
+            if is_cast(node) or node.op is aten.add.Tensor:
                 yield from _makers(node.operands)
             yield node

@@ -36,6 +36,7 @@ from shardfx.ir.rules.strategy import factor_shardings, partial_operands
 from shardfx.ir.spec import Spec, TensorType
 
 from .base import SHARDED, Pass, PassContext, RuleCache, is_within
+from .context_parallel import Context
 
 aten = torch.ops.aten
 ROUTED = (routed_mm, routed_outer)
@@ -93,6 +94,10 @@ class Experts:
         """Read :attr:`text`; None if it is that of something else."""
         axis, _, capacity = text.removeprefix(EXPERTS).partition("; ") if text.startswith(EXPERTS) else ("", "", "")
         return Experts(axis, float(capacity)) if axis else None
+
+
+OF_OPS = (Context, Experts)
+"""Hints on the ops of modules."""
 
 
 @dataclass(frozen=True)

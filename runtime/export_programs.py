@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.computing.library import SOURCES
@@ -37,9 +37,10 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
         code = re.sub(rf"\bshardfx_ir_ops_{named}_(\w+)", rf"{file}.\1", code)
     imports = [f"import {file}" for file in files]  # some define ops of torch.ops.shardfx
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
-    guards = [
-        f'    "{o.kind}:{o.name}": ({o.guard.expected!r}, {str(o.guard.where)!r}),' for o in program.outputs if o.guard
-    ]
+    checks = [(o, o.guard.expected, str(o.guard.where)) for o in program.outputs if o.guard]
+    lost = [output for output in program.outputs if output.kind is OutputKind.OVERFLOW]
+    checks += [(output, 0, "experts, which have no room for all rows") for output in lost]
+    guards = [f'    "{o.kind}:{o.name}": ({expected!r}, {where!r}),' for o, expected, where in checks]
     header = HEADER.format(
         rank=rank,
         mesh=mesh,

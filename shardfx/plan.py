@@ -35,7 +35,7 @@ from shardfx.ir.ops.alike import key_of, node_keys
 from shardfx.ir.spec import Spec
 from shardfx.ir.text.parser import parse_spec
 from shardfx.passes.context_parallel import Context
-from shardfx.passes.expert_parallel import Experts
+from shardfx.passes.expert_parallel import OF_OPS, Experts
 from shardfx.passes.pass_text import check_options
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.schedules.accumulate import specs_in_iterations
@@ -70,10 +70,6 @@ def _plan_of(content: dict[str, Any]) -> Plan:
     for text in plan.said.values():
         _read(text, plan.mesh)
     return plan
-
-
-OF_OPS = (Context, Experts)
-"""Hints on ops of modules."""
 
 
 class PlannedSpecs(dict[str, "Spec | Context | Experts"]):

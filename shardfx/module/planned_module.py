@@ -146,8 +146,8 @@ class PlannedModule(ProxyRoot):
         programs, replayed = self._programs, self._replays()
         memory = self._memory(programs, 0, None, replayed)
         timeline = self._timeline(machine, None, replayed)
-        warnings, virtual = programs.warnings(), self._target.virtual
-        made = make_report(self._compiled, memory, timeline, warnings, self._measured, virtual)
+        warnings = list(dict.fromkeys(each for _, made in self._variants.known for each in made.warnings()))
+        made = make_report(self._compiled, memory, timeline, warnings, self._measured, self._target.virtual)
         return replace(made, notes=self._variants.notes)
 
     def memory(self, rank: int = 0, *, training: bool | None = None) -> RankMemory:

@@ -30,7 +30,7 @@ from shardfx.runtime.export_programs import write_rank, write_shared
 from shardfx.runtime.step import Kinds, ProgramRunner
 from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import ProgramRequest
-from shardfx.runtime.verify.verdict import Verdict, verify
+from shardfx.runtime.verify.verdict import Verdict, together, verify
 
 TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
@@ -92,8 +92,7 @@ class Programs:
         self.compiled, self.target, self.device = compiled, target, target.device.type
         self.rank_passes = tuple(default_rank_passes(compiled.hints, self.device))
         self.step = ProgramRunner(compiled.after, self.program, store, lambda: target.make_engine(compiled.after))
-        if any(output.kind is OutputKind.OVERFLOW for output in compiled.after.outputs):
-            self.step.more_room = self._with_more_room
+        self.step.more_room = self._with_more_room
         inputs = (*compiled.after.of_kind(InputKind.ARGUMENT), *compiled.after.of_kind(InputKind.TARGET))
         self.call_inputs = {inp.name: inp for inp in inputs}
         self.notes: dict[str, None] = {}
@@ -102,7 +101,8 @@ class Programs:
         """Whether the plan is for given gradients of the results."""
         self.unproven: set[int] = set()
         """Ranks that run programs which nobody has proven."""
-
+        self.larger: Programs | None = None
+        """Those that run in their place, with more room for the rows of experts."""
         if options is not None:
             self.compile(options)
 
@@ -119,11 +119,23 @@ class Programs:
         return made
 
     def _with_more_room(self) -> ProgramRunner:
-        """The runner of the same plan, with more room for the rows of experts."""
+        """The runner of the same plan, with more room for the rows of experts.
+
+        Raises:
+            Error: the user's programs would have to run with more room.
+        """
+        if self.step.changed:
+            raise Error(
+                "programs that pm.use(...) put in have no room for all rows of experts",
+                where="pm(...)",
+                remedy="plan with a larger sx.Experts(capacity=...), and change the programs of that plan",
+            )
         compiled = with_more_room(self.compiled)
         room = next(each.room for each in compiled.passes if isinstance(each, ExpertParallel))
         self.notes[f"{ROOM} {'twice the mean' if room == 1 else 'all rows'}"] = None
-        return self.of(compiled).step
+        self.larger = self.of(compiled)
+        self.larger.notes = self.notes
+        return self.larger.step
 
     @property
     def trains(self) -> bool:
@@ -171,7 +183,8 @@ class Programs:
         if compiled.hints.batch_stats is not None:
             whose = "rank" if compiled.hints.batch_stats == "local" else "microbatch"
             verdict = replace(verdict, claim=f"{verdict.claim} with batch norms of each {whose}'s part of the batch")
-        return with_rules(verdict, compiled.after, compiled.context)
+        verdict = with_rules(verdict, compiled.after, compiled.context)
+        return together([verdict, self.larger.verify(None, run, known)]) if verdict and self.larger else verdict
 
     def _asked(self, modules: Mapping[int, fx.GraphModule]) -> list[ProgramRequest]:
         """The programs to verify; ``modules`` replace some of the default ones."""

@@ -51,6 +51,21 @@ def test_rows_come_back_to_their_tokens(sizes: tuple[int, ...]) -> None:
     assert (counts.sum(3) - room).clamp(0).sum() == (inside & ~kept).sum()
 
 
+@pytest.mark.parametrize(
+    "wrong", ["fewer ids", "ids that are no integers", "rows of two dims", "matrices of other rows"]
+)
+def test_wrong_operands_of_a_product_are_named(wrong: str) -> None:
+    x, w, ids = torch.randn(5, 1, 4), torch.randn(3, 4, 6), torch.zeros(5, 2, dtype=torch.int64)
+    x, w, ids = {
+        "fewer ids": (x, w, ids[:3]),
+        "ids that are no integers": (x, w, ids.double()),
+        "rows of two dims": (x[:, 0], w, ids),
+        "matrices of other rows": (x, w[:, :3], ids),
+    }[wrong]
+    with pytest.raises(ValueError, match="routed_mm takes x"):
+        routed_mm(x, w, ids)
+
+
 class Two(nn.Module):
     """Two products with the matrices of four experts."""
 

@@ -208,6 +208,29 @@ def test_a_step_that_runs_again_draws_the_same_random_numbers() -> None:
     assert all(map(torch.equal, *found))
 
 
+def test_programs_that_run_alone_refuse_steps_without_room(tmp_path: Path) -> None:
+    """Saved ones check the count as they check guards; those that a user changed would run with more room unchanged."""
+    pm, _ = layer(0.5)
+    pm(*routed(3))
+    assert pm.verify() and any("twice the mean" in each for each in pm.report().warnings)
+    pm, _ = layer(0.5)
+    pm.save_programs(tmp_path)
+    assert 'rows of experts without room": (0, ' in (tmp_path / "rank0.py").read_text()
+    pm.use({0: pm.rank_module(0)})
+    with pytest.raises(sx.Error, match="have no room for all rows of experts"):
+        pm(*routed(1))
+
+
+def test_experts_of_one_token_are_proven() -> None:
+    """Fewer tokens than ranks: each has the token, and computes its own experts."""
+    made, _ = model("mixtral", num_hidden_layers=1)
+    ids, specs = IDS[:1, :1], {"args.0": "ep, -", "targets.0": "ep, -", **EP}
+    pm = sx.parallelize(
+        made, sx.Mesh(ep=2), sx.Hints(args=(ids,), targets=(ids,), loss=loss, specs=specs), virtual=True
+    )
+    assert pm.verify()
+
+
 def test_dispatch_sends_its_room_and_no_weights() -> None:
     """Rows to the other rank and back, forward and backward: 1.25 x half of them, and counts of them."""
     pm, _ = layer()

@@ -9,8 +9,8 @@ expert, ``k`` a token, by part, each part with room for ``c`` of them, so that w
 
 ``slots`` are pairs, by their numbers in a block: row ``c`` of a part is that of its ``c``-th pair by expert.
 ``sources`` sort what a part has got of ``e`` blocks by expert, ``places`` are the way back, ``ends`` where the rows of
-each expert end. An index of -1 is a row of zeros. Pairs that find no room have none: a plan counts them, and a step in
-which there are some is run again with more room. Then
+each expert end. An index of no row, such as -1, is a row of zeros. Pairs that find no room have none: a plan counts
+them, and a step in which there are some is run again with more room. Then
 
     y[(d p) r m] = shardfx.parts_mm(x[(d p) r a], w[(p g) a m], ends[(d p) g])
     w[(p g) a m] = shardfx.parts_outer(x[(d p) r a], y[(d p) r m], ends[(d p) g], p)
@@ -98,7 +98,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
         return x.new_zeros((*index.shape, width))
     found = flat.index_select(0, (at.clamp(0, count - 1) + begins).flatten())
     assert index.shape[: len(blocks)] == blocks
-    return found.masked_fill_((at < 0).reshape(-1, 1), 0).view(*index.shape, width)
+    outside = (at < 0) | (at >= count)
+    return found.masked_fill_(outside.reshape(-1, 1), 0).view(*index.shape, width)
 
 
 @define(

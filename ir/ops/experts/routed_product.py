@@ -19,6 +19,19 @@ from ..computing.grouped_product import grouped_mm, grouped_outer
 from ..computing.library import LIBRARY, define
 
 
+def check(x: Tensor, w: Tensor, ids: Tensor) -> None:
+    """Check the operands of a product.
+
+    Raises:
+        ValueError: they are not ``x [n, k or 1, a]``, matrices ``[g, a, m]``, and ``ids [n, k]`` of integers.
+    """
+    shapes = x.dim() == w.dim() == 3 and ids.dim() == 2 and x.shape[0] == ids.shape[0]
+    integers = not ids.dtype.is_floating_point and ids.dtype is not torch.bool
+    if not shapes or not integers or x.shape[1] not in (1, ids.shape[1]) or x.shape[2] != w.shape[1]:
+        of = f"x {tuple(x.shape)}, w {tuple(w.shape)}, ids {tuple(ids.shape)} of {ids.dtype}"
+        raise ValueError(f"routed_mm takes x [n, k or 1, a], w [g, a, m] and integers ids [n, k], not {of}")
+
+
 def by_expert(ids: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The order of pairs of a token and an expert by their expert, those of no expert last; and where each expert's
     end."""
@@ -33,12 +46,18 @@ def _rows(x: Tensor, order: Tensor, each: int) -> Tensor:
     return x.flatten(0, 1)[order if x.shape[1] == each else order // each]
 
 
+def _like_product(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    check(x, w, ids)
+    return x.new_empty((*ids.shape, w.shape[2]))
+
+
 @define(
     "routed_mm(Tensor x, Tensor w, Tensor ids) -> Tensor",
-    shapes=lambda x, w, ids: x.new_empty((*ids.shape, w.shape[2])),
+    shapes=_like_product,
 )
 def routed_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     """The product of each row with the matrix of its expert."""
+    check(x, w, ids)
     order, ends = by_expert(ids, w.shape[0])
     made = grouped_mm(_rows(x, order, ids.shape[1]), w, ends)
     out: Tensor = torch.empty_like(made).index_copy_(0, order, made).unflatten(0, ids.shape)
