@@ -505,9 +505,15 @@ def _is_plain(bound: Mapping[str, Any]) -> bool:
 
 
 def _write(node: fx.Node, bound: dict[str, Any]) -> None:
-    """Write a call: as our op, where only that has an argument which it needs."""
+    """Write a call: as our op, where only that has an argument which it needs. Its operands are of the dtype of its
+    result, to which ``torch.autocast`` casts them."""
     if not bound["enable_gqa"]:
         bound |= _grouped(bound)
+    dtype = node.meta["val"].dtype
+    for name in ("query", "key", "value", "attn_mask", "relative_bias"):
+        given = bound.get(name)
+        if given is not None and given.meta["val"].is_floating_point() and given.meta["val"].dtype is not dtype:
+            bound[name] = write(node, node, aten._to_copy.default, given, dtype=dtype)
     for how in ("filled", "added"):
         if (alone := bound.pop(how, None)) is not None:
             _add_mean(node, bound, alone, how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from copy import deepcopy
 from pathlib import Path
 
@@ -129,3 +130,42 @@ def test_attention_to_nothing_is_nothing() -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=2, tp=2), hints, virtual=True)
     torch.testing.assert_close(pm(x), model(x).sum())
     assert pm.verify()
+
+
+class UnderAutocast(nn.Module):
+    """Attention of bfloat16 values by queries and keys that are float32 again (or all are), which autocast casts."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.qkv = kind, nn.Linear(8, 16)
+        self.bias = nn.Parameter(torch.randn(4, 6, 6)) if kind in ("bias", "written") else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if self.kind == "in forward" else nullcontext():
+            q, k, v = (each.unflatten(-1, (-1, 2)).transpose(1, 2) for each in self.qkv(x).split([8, 4, 4], -1))
+            q, k = q * x[..., None, :, :1], k.float()
+            k, v = (each.repeat_interleave(2, 1) for each in (k, v))
+            apart = torch.arange(6)[:, None] - torch.arange(6)
+            masks = {"bias": self.bias, "bool": x[:, None, None, :, 0] > -1, "window": (apart >= 0) & (apart < 3)}
+            if self.kind == "written":
+                return (q @ k.mT / 2**0.5 + self.bias).softmax(-1) @ v.float()
+            return F.scaled_dot_product_attention(q, k, v, masks.get(self.kind), is_causal=self.kind == "causal")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["causal", "bias", "bool", "window", "written", "in forward"])
+def test_attention_casts_its_operands_under_autocast(kind: str) -> None:
+    torch.manual_seed(0)
+    x, model = torch.randn(4, 6, 8), UnderAutocast(kind)
+    alone = deepcopy(model)
+    hints = sx.Hints(args=(x,), loss=lambda out: out.float().square().mean(), specs={"args.0": "dp, -, -"})
+    around = nullcontext() if kind == "in forward" else torch.autocast("cpu", torch.bfloat16)
+    with around:
+        pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
+        ours, out = pm(x), alone(x)
+    theirs = out.float().square().mean()
+    ours.backward(), theirs.backward()
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(ours, theirs, rtol=1e-2, atol=1e-3)
+    for name, p in alone.named_parameters():
+        torch.testing.assert_close(pm.full_grads()[name], p.grad, rtol=0.05, atol=2e-3)

@@ -47,6 +47,8 @@ def single_attention(
     Dims before these become one batch; where there are fewer, there is one head. What broadcasts is expanded, but for
     a single key head, which is a group by itself.
     """
+    if torch.is_autocast_enabled(query.device.type) and query.dtype is not torch.float64:
+        query, key, value = (t.to(torch.get_autocast_dtype(t.device.type)) for t in (query, key, value))
     dims = query.dim()
     q, k, v = (_with_heads(t, dims) for t in (query, key, value))
     lead = torch.broadcast_shapes(*(t.shape[:-3] for t in (q, k, v)))
