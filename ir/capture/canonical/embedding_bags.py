@@ -157,6 +157,11 @@ class SparseLookup(torch.autograd.Function):
         return aten.embedding_dense_backward.default(grads[0], *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
+def sparse_lookup(*args: Any) -> Any:
+    """The call of :class:`SparseLookup` that a traced graph has: one that torch finds by its module."""
+    return SparseLookup.apply(*args)
+
+
 def _stays_fused(named: dict[str, Any]) -> bool:
     """Whether an op stays: a maximum; or gradients are divided by counts, which torch's kernel does in its own way."""
     return named["mode"] == MAX or bool(named["scale_grad_by_freq"])

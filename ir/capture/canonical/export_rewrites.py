@@ -25,7 +25,7 @@ from shardfx.ir.ops.computing.tiles import circular
 from shardfx.ir.ops.fused_attention import attention
 
 from .batch_norms import BatchNorm, BatchParts
-from .embedding_bags import SparseLookup
+from .embedding_bags import sparse_lookup
 from .sorted_rows import route_sorted_rows
 
 aten = torch.ops.aten
@@ -155,7 +155,7 @@ def _rewrite(graph: torch.fx.Graph, parts: BatchParts) -> None:
         if node.target in KEPT and all(x.meta["val"].is_floating_point() for x in first if "val" in x.meta):
             node.target, kept = KEPT[node.target], True
         elif node.target is aten.embedding.default and node.args[4:5] == (True,):
-            node.target = SparseLookup.apply
+            node.target = sparse_lookup
         elif kept and node.target is aten.view.default:
             node.target = aten.reshape.default
         elif node.target is aten.batch_norm.default:
