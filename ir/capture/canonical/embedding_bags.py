@@ -159,7 +159,8 @@ class SparseLookup(torch.autograd.Function):
 
 def sparse_lookup(*args: Any) -> Any:
     """The call of :class:`SparseLookup` that a traced graph has: one that torch finds by its module."""
-    return SparseLookup.apply(*args)
+    apply: Any = SparseLookup.apply
+    return apply(*args)
 
 
 def _stays_fused(named: dict[str, Any]) -> bool:
