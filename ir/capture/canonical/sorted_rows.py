@@ -94,6 +94,8 @@ class _SortedRows:
         ids, count = rows[0].ids, math.prod(_shape(rows[0].ids))
         if str(node.target) in PRODUCTS:
             return self._product(node, ids)
+        if len({len(_shape(each.pairs)) for each in rows}) > 1:  # which broadcast otherwise than pairs do
+            return None
         for each in node.all_input_nodes:
             shape = _shape(each)
             if not self._is(each, "rows", ids) and (each in self.known or len(shape) > 1 or shape[:1] == (count,)):
