@@ -4,6 +4,15 @@
     n = mask.sum().item()       the example's number                          guard: sum(mask) is 5
     x[mask]                     x[nonzero_static(mask, size=5)]               guard: sum(mask) is 5
 
+What functions assert of their inputs, and torch leaves out of a trace, is kept in any trace:
+
+    F.one_hot(i, 4)                    i is looked up in 0, 1, 2, 3: any other raises, as on one device
+    F.binary_cross_entropy(p, y)       a guard: no p and no y is below 0 or above 1
+    torch._assert_async(ok)            a guard: ok is not zero
+    Normal(mean, scale)                a guard: what the distribution validates is valid
+    torch.cov(x, fweights=n)           written out; a guard: no n is below 0, and their sum is not 0
+    x.data                             x.detach()
+
 Real tensors go along with the fake ones (``fake_tensor_propagate_real_tensors``, as in torch's ``draft_export``), so
 that an answer is there at once, and nothing in the traced program has a size that is not known.
 """
@@ -13,7 +22,7 @@ from __future__ import annotations
 import linecache
 import random
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -21,6 +30,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
@@ -32,7 +42,6 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Guard, Where
 
-from .input_assertions import INPUT_ASSERTIONS, Answer
 from .source_locations import CAPTURE, describe, is_user_file
 
 MASKS = (torch.bool, torch.uint8)
@@ -71,9 +80,9 @@ class UnknownContent(Error):
 
 
 class DataGuards(TorchFunctionMode):
-    """Answers for the tensors of a model that is traced: what functions assert (:mod:`.input_assertions`); where it is
-    traced ``with_real_tensors`` and ``guarded``, also their content; ``real`` are its stored tensors then. Without
-    these nothing is known of what it is ``given``.
+    """Answers for the tensors of a model that is traced: what functions assert; where it is traced
+    ``with_real_tensors`` and ``guarded``, also their content; ``real`` are its stored tensors then. Without these
+    nothing is known of what it is ``given``.
 
     ``values`` are the tensors that were asked for, ``guards`` what they were, and where.
     """
@@ -82,7 +91,7 @@ class DataGuards(TorchFunctionMode):
         self, model: nn.Module, real: Mapping[str, Tensor] | None, guarded: bool, tensors: Sequence[Tensor] = ()
     ) -> None:
         super().__init__()
-        self._guarded = guarded
+        self.guarded = guarded
         own = stored(model)
         for name, actual in (real or {}).items():
             if isinstance(tensor := own[name], FakeTensor):  # torch brings plain tensors' content along, no parameter's
@@ -104,7 +113,7 @@ class DataGuards(TorchFunctionMode):
         self.reject_foreign_random()
         if (wanted := INPUT_ASSERTIONS.get(func)) is not None:
             return wanted(self, func, *args, **kwargs)
-        if not self._guarded:
+        if not self.guarded:
             return func(*args, **kwargs)
         if isinstance(func, OpOverload) and not any(isinstance(each, FakeTensor) for each in tree_iter((args, kwargs))):
             with _disable_current_modes():  # what real tensors compute beside the fake ones is none of what is traced
@@ -161,10 +170,6 @@ class DataGuards(TorchFunctionMode):
         """Guard that ``wrong`` is nowhere true; where it is, ``op`` raises."""
         self.guards.append(Guard(False, self._where(), self.of_loss, op=op))
         self.values.append(wrong.any())
-
-    def count(self, classes: Tensor) -> int | None:
-        """The number of classes that class indices imply; None where it is unknown."""
-        return self.decide(classes.max()) + 1 if self._guarded and _is_unknown(classes) else None
 
     def number(self, tensor: Tensor) -> Any:
         """The content of a tensor of one element."""
@@ -228,43 +233,21 @@ def _is_unknown(thing: object) -> bool:
 
 # ---- functions that ask for content --------------------------------------------------------------------------------
 
-
-def _number(asked: DataGuards, func: Any, tensor: Tensor) -> Any:
-    return asked.number(tensor)
-
-
-def _as(dtype: torch.dtype) -> Answer:
-    return lambda asked, func, tensor: asked.number(tensor.to(dtype))
+Answer = Callable[..., Any]
 
 
 def _truth(asked: DataGuards, func: Any, input: Tensor) -> Any:
     return asked.number(input if input.dtype == torch.bool else input.ne(0))
 
 
-def _assert(asked: DataGuards, func: Any, condition: Tensor, message: str) -> None:
-    func(asked.number(condition), message)
-
-
-def _list(asked: DataGuards, func: Any, tensor: Tensor) -> Any:
-    return asked.decide(tensor)
+def _equal(asked: DataGuards, func: Any, input: Tensor, other: Tensor) -> Any:
+    return input.shape == other.shape and asked.decide((input == other).all())
 
 
 def _array(asked: DataGuards, func: Any, tensor: Tensor, **_: Any) -> Any:
     content = asked.decide(tensor)
     with _disable_current_modes():
         return torch.tensor(content, dtype=tensor.dtype).reshape(tensor.shape).numpy()
-
-
-def _contains(asked: DataGuards, func: Any, tensor: Tensor, element: Any) -> Any:
-    return asked.decide((tensor == element).any())
-
-
-def _equal(asked: DataGuards, func: Any, input: Tensor, other: Tensor) -> Any:
-    return input.shape == other.shape and asked.decide((input == other).all())
-
-
-def _allclose(asked: DataGuards, func: Any, *args: Any, **kwargs: Any) -> Any:
-    return asked.decide(torch.isclose(*args, **kwargs).all())
 
 
 def _format(asked: DataGuards, func: Any, tensor: Any, how: str) -> str:
@@ -289,10 +272,6 @@ def _where(asked: DataGuards, func: Any, condition: Tensor, *args: Any, **kwargs
 def _masked_select(asked: DataGuards, func: Any, input: Tensor, mask: Tensor) -> Any:
     input, mask = torch.broadcast_tensors(input, mask)
     return input[asked.columns(mask)] if mask.ndim else func(input, mask)
-
-
-def _get(asked: DataGuards, func: Any, tensor: Tensor, index: Any) -> Any:
-    return func(tensor, asked.index(index))
 
 
 def _set(asked: DataGuards, func: Any, tensor: Tensor, index: Any, value: Any) -> Any:
@@ -329,20 +308,20 @@ def _functions(names: str, answer: Answer) -> dict[Any, Answer]:
 
 
 ANSWERS: Mapping[Any, Answer] = {
-    **_functions("item __float__ __complex__", _number),
-    **_functions("__int__ __index__", _as(torch.int64)),
+    **_functions("item __float__ __complex__", lambda asked, func, x: asked.number(x)),
+    **_functions("__int__ __index__", lambda asked, func, x: asked.number(x.to(torch.int64))),
     **_functions("__bool__ is_nonzero", _truth),
-    **_functions("_assert", _assert),
-    **_functions("tolist", _list),
+    **_functions("_assert", lambda asked, func, condition, message: func(asked.number(condition), message)),
+    **_functions("tolist", lambda asked, func, x: asked.decide(x)),
     **_functions("numpy", _array),
-    **_functions("__contains__", _contains),
+    **_functions("__contains__", lambda asked, func, x, element: asked.decide((x == element).any())),
     **_functions("equal", _equal),
-    **_functions("allclose", _allclose),
+    **_functions("allclose", lambda asked, func, *pair, **how: asked.decide(torch.isclose(*pair, **how).all())),
     **_functions("__format__", _format),
     **_functions("nonzero argwhere", _nonzero),
     **_functions("where", _where),
     **_functions("masked_select", _masked_select),
-    **_functions("__getitem__", _get),
+    **_functions("__getitem__", lambda asked, func, x, index: func(x, asked.index(index))),
     **_functions("__setitem__", _set),
     **_functions("repeat_interleave", _repeat),
     **_functions("bincount", _bincount),
@@ -350,3 +329,129 @@ ANSWERS: Mapping[Any, Answer] = {
     **_functions("view reshape expand repeat narrow split", _sized),
 }
 """The answers to functions that read a tensor's content. All others are refused by torch."""
+
+
+# ---- functions that assert something of their inputs ---------------------------------------------------------------
+
+
+def _replaced(asked: DataGuards, func: Any, *_: Any) -> None:
+    raise Error(
+        "the model's code replaces what a tensor holds",
+        expected="new tensors, or buffers that are written in place",
+        got="x.data = ...",
+        remedy="go on with the new tensor; of a buffer, self.name.copy_(...) under torch.no_grad()",
+    )
+
+
+def _one_hot(asked: DataGuards, func: Any, input: Tensor, num_classes: int = -1) -> Any:
+    if num_classes == -1 and asked.guarded and _is_unknown(input):
+        num_classes = asked.decide(input.max()) + 1
+    if num_classes > 0 and input.numel():
+        known = torch.arange(num_classes, device=input.device)
+        input = known.index_select(0, input.reshape(-1)).reshape(input.shape)
+    return func(input, num_classes)
+
+
+def _of_chances(*names: str) -> Answer:
+    """The answer to a function whose arguments of these names, by place, are chances: tensors from 0 to 1. Of an
+    argument ``p`` it takes no others."""
+
+    def answered(asked: DataGuards, func: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        for name in ["p"] if "p" in named else filter(None, names):
+            if isinstance(chance := named.get(name), Tensor):
+                chance = chance.detach()
+                asked.wants((chance < 0) | (chance > 1), f"{func.__name__}, whose {name} is from 0 to 1,")
+        return func(*args, **kwargs)
+
+    return answered
+
+
+class AllTrue:
+    """The result of ``torch._is_all_true``, once it is a guard: true, and, as of torch 2.15, a tensor."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def cpu(self) -> AllTrue:
+        """Itself."""
+        return self
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> None:
+        """Lets ``torch._assert_async`` take it."""
+
+
+def _assert_async(asked: DataGuards, func: Any, condition: Tensor | AllTrue, message: str = "") -> None:
+    if not isinstance(condition, AllTrue):
+        asked.wants(condition.detach() == 0, f"torch._assert_async({message!r})")
+
+
+def _all_true(asked: DataGuards, func: Any, each: Tensor) -> AllTrue:
+    asked.wants(each.detach() == 0, "what asks whether all is true and raises else (a distribution that validates)")
+    return AllTrue()
+
+
+def _cov(
+    asked: DataGuards,
+    func: Any,
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Any:
+    """``torch.cov``, which in torch asks for the content of the divisor."""
+    weights = [each for each in (fweights, aweights) if each is not None]
+    rows = input if input.ndim == 2 else input.reshape(1, -1)
+    if input.ndim > 2 or input.dtype == torch.bool or any(each.shape != rows.shape[1:] for each in weights):
+        return func(input, correction=correction, fweights=fweights, aweights=aweights)  # which says what is wrong
+    for each in weights:
+        asked.wants(each.detach() < 0, "cov, whose weights are none below 0,")
+    weight = weights[0] if len(weights) == 1 else weights[0] * weights[1] if weights else None
+    total = torch.full((), rows.shape[1], device=input.device) if weight is None else weight.sum()
+    if weight is not None:
+        asked.wants(total.detach() == 0, "cov, whose weights are not all 0,")
+    mean = (rows if weight is None else rows * weight).sum(1) / total
+    rows = rows - mean.unsqueeze(1)
+    left = total - correction
+    if weight is not None and aweights is not None and correction:
+        left = total - correction * (weight * aweights).sum() / total
+    made = rows @ (rows if weight is None else rows * weight).mH
+    return (made / torch.where(left > 0, left, torch.zeros_like(left))).squeeze()
+
+
+def _corrcoef(asked: DataGuards, func: Any, input: Tensor) -> Any:
+    if input.ndim > 2:
+        return func(input)
+    made = _cov(asked, torch.cov, input)
+    if not made.ndim:
+        return made / made
+    spread = (made.diagonal().real if made.is_complex() else made.diagonal()).sqrt()
+    made = made / spread[:, None] / spread
+    return torch.complex(made.real.clip(-1, 1), made.imag.clip(-1, 1)) if made.is_complex() else made.clip(-1, 1)
+
+
+def _ctc(asked: DataGuards, func: Any, *_: Any, **__: Any) -> None:
+    raise Error(
+        "ctc_loss cannot be captured: how much it keeps for its backward follows from the lengths that it is given",
+        expected="ops whose results have shapes that follow from those of the inputs",
+        got="F.ctc_loss",
+        remedy="leave the loss out of Hints, and compute it outside: F.ctc_loss(pm(x), ...).backward()",
+    )
+
+
+INPUT_ASSERTIONS: Mapping[Any, Answer] = {
+    Tensor.data.__get__: lambda asked, func, tensor, *_: tensor.detach(),  # type: ignore[attr-defined]
+    Tensor.data.__set__: _replaced,  # type: ignore[attr-defined]
+    F.one_hot: _one_hot,
+    F.binary_cross_entropy: _of_chances("input", "target"),
+    **_functions("bernoulli", _of_chances("input", "p")),
+    Tensor.bernoulli_: _of_chances("", "p"),
+    torch._assert_async: _assert_async,
+    torch._is_all_true: _all_true,
+    **_functions("cov", _cov),
+    **_functions("corrcoef", _corrcoef),
+    **dict.fromkeys((F.ctc_loss, torch.ctc_loss), _ctc),
+}
+"""The stand-in of each function in a trace."""
