@@ -1,11 +1,11 @@
 """The tasks of a rank, as the simulator sees its program: compute, start, wait, send and receive, each with its action.
 
     unit = loop.action(%micro-batches, "F0")
-    mm = aten.mm(%shard, %w)                     ComputeTask of F0
+    mm = aten.mm(%shard, %w)                     compute of F0
     unit_1 = loop.action(%micro-batches, "B0")
-    mm_1 = aten.mm(%wait_tensor, %w)             ComputeTask of B0
+    mm_1 = aten.mm(%wait_tensor, %w)             compute of B0
     done = loop.end(...)
-    sum = c10d.all_reduce(%grad, "sum", ...)     StartTask of U0
+    sum = c10d.all_reduce(%grad, "sum", ...)     start of U0
 
 Loops with schedule actions name their actions. Other programs are split between forward and backward where this fits
 the phases of the planned nodes best, as some of the backward may run among the forward. Calls behind the loop, such
@@ -22,10 +22,10 @@ import operator
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import fx
 
@@ -122,57 +122,34 @@ def _split_point(planned: Sequence[Node | None], late: Callable[[Phase], bool]) 
 
 # ---- tasks ----------------------------------------------------------------------------------------------------------
 
-Message = tuple[int, int, int, int]
-"""A message: the ranks of its two stages, its tag, and the micro-batch."""
+Message = tuple[int, int, int]
+"""A message: the places of its two stages, and its tag."""
 
 
 @dataclass(frozen=True)
 class RankTask:
-    """A task of a rank, its purpose and its duration in seconds, of the rank or of a link. ``at``: the iterations of
-    all loops around, outermost first."""
+    """A task of a rank: compute, the start of a transfer over a link (a collective, a copy between memories, a message
+    to another stage), or the wait for one.
 
+    A transfer that is not ``hidden`` is done on the rank: of a message by sender and receiver, half of the seconds
+    each. ``at``: the iterations of all loops around, outermost first.
+    """
+
+    kind: Literal["compute", "start", "wait"]
     purpose: Purpose
     seconds: float = 0.0
     microbatch: int = 0
-    at: tuple[int, ...] = field(default=(), kw_only=True)
-
-
-class ComputeTask(RankTask):
-    """Compute on the rank itself."""
-
-
-@dataclass(frozen=True)
-class StartTask(RankTask):
-    """Start a collective, or a copy between memories, which runs asynchronously on a link; if not ``hidden``, on the
-    rank."""
-
     call: fx.Node | None = None
+    """The call that starts the transfer."""
     link: str = ""
+    message: Message | None = None
     hidden: bool = True
+    at: tuple[int, ...] = ()
 
-
-@dataclass(frozen=True)
-class WaitTask(RankTask):
-    """Wait for a started transfer, or a message."""
-
-    call: fx.Node | None = None
-
-
-@dataclass(frozen=True)
-class SendTask(RankTask):
-    """Send without waiting. If not ``hidden``, sender and receiver each spend half of the seconds."""
-
-    message: Message = (0, 0, 0, 0)
-    hidden: bool = True
-    call: fx.Node | None = None
-
-
-@dataclass(frozen=True)
-class ReceiveTask(RankTask):
-    """Post a receive; a later wait needs the message."""
-
-    message: Message = (0, 0, 0, 0)
-    call: fx.Node | None = None
+    @property
+    def transfer(self) -> tuple[Any, ...]:
+        """What is started, or waited for: the message of a micro-batch, or the call in an iteration."""
+        return (self.call, self.at) if self.message is None else (*self.message, self.microbatch)
 
 
 def rank_tasks(program: RankProgram, footprint: Footprint, machine: Machine, mesh: Mesh) -> list[RankTask]:
@@ -204,26 +181,37 @@ class _TaskReader:
         row, purpose = row_of(node.target), self.purposes[node]
         args: Any = node.args
         if row is not None and row.waits:
-            return WaitTask(purpose, call=started_call(args[0]))
+            call = started_call(args[0])
+            return RankTask("wait", purpose, call=call, message=self._message(call, "receives"))
         cost = self.costs.get(node)
-        if cost is None:
+        if cost is None or (row is not None and row.message == "receives"):
             return None
         trips: Any = [each.args[1] for each in self.inside[node] if loop_role(each) == "opens"]
         times = prod(trips)
-        if row is not None and row.message:
-            (axis,) = self.mesh.group_axes(str(args[row.group or 0]))
-            here = self.coords[axis]
-            if row.message == "receives":
-                return ReceiveTask(purpose, message=(args[3], here, args[4], 0), call=node)
+        if row is None or not (row.starts or row.message):
+            seconds = cost.computing(self.machine) / times
+            return RankTask("compute", purpose, seconds) if seconds else None
+        if message := self._message(node, "sends"):
             nbytes = sum(sent.nbytes for sent in cost.sent.values()) / times
-            seconds = self.mesh.link([axis]).seconds(1, nbytes)
-            message = (here, args[1], args[2], 0)
-            return SendTask(purpose, seconds, message=message, hidden=self.machine.hides, call=node)
-        if row is not None and row.starts:
-            seconds = cost.sending(self.machine, self.mesh) + cost.copying(self.machine)
-            return StartTask(purpose, seconds / times, call=node, link=link_of(node), hidden=self.machine.hides)
-        seconds = cost.computing(self.machine) / times
-        return ComputeTask(purpose, seconds) if seconds else None
+            link, seconds = f"to place {message[1]}", self.mesh.link(self._axes(node)).seconds(1, nbytes)
+        else:
+            sending = cost.sending(self.machine, self.mesh) + cost.copying(self.machine)
+            link, seconds = link_of(node), sending / times
+        hides = self.machine.hides
+        return RankTask("start", purpose, seconds, call=node, link=link, message=message, hidden=hides)
+
+    def _message(self, call: fx.Node, role: str) -> Message | None:
+        """The message that a call sends or receives; None: its role is another."""
+        row, args = row_of(call.target), list[Any](call.args)
+        if row is None or row.message != role:
+            return None
+        here = self.coords[self._axes(call)[0]]
+        return (here, args[1], args[2]) if role == "sends" else (args[3], here, args[4])
+
+    def _axes(self, call: fx.Node) -> tuple[str, ...]:
+        row = row_of(call.target)
+        assert row is not None
+        return self.mesh.group_axes(str(call.args[row.group or 0]))
 
 
 def started_call(started: Any) -> fx.Node:
@@ -260,7 +248,7 @@ def _merged(tasks: Iterable[RankTask]) -> list[RankTask]:
     found: list[RankTask] = []
     for each in tasks:
         last = found[-1] if found else None
-        together = isinstance(last, ComputeTask) and isinstance(each, ComputeTask)
+        together = last is not None and last.kind == each.kind == "compute"
         if last is not None and together and (last.purpose, last.microbatch) == (each.purpose, each.microbatch):
             found[-1] = replace(last, seconds=last.seconds + each.seconds)
         else:

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
-
-from torch import fx
+from math import inf
+from typing import Any, NamedTuple
 
 from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 
-from .rank_tasks import ComputeTask, Message, RankTask, ReceiveTask, SendTask, StartTask, WaitTask, call_label
+from .rank_tasks import RankTask, call_label
 
 
 class LinkTransfer(NamedTuple):
@@ -82,18 +81,18 @@ def simulate_ranks(rows: Sequence[Sequence[RankTask]]) -> tuple[RankTimeline, ..
     return tuple(rank.course() for rank in ranks)
 
 
-@dataclass(frozen=True)
-class _Sent:
-    """A sent message: its arrival, the time of its transfer, and the time that the receiver spends on it."""
+class _Arrival(NamedTuple):
+    """The end of a transfer. Of a message also the link to its receiver, the time for which that may wait exposed, and
+    the time that it spends on it."""
 
     there: float
-    under_way: float
-    taking: float = 0.0
-    what: str = ""
+    what: str
     link: str = ""
+    under_way: float = inf
+    taking: float = 0.0
 
 
-Mail = dict[Message, deque[_Sent]]
+Mail = dict[tuple[Any, ...], deque[_Arrival]]
 NEVER = Span(0.0, 0.0)
 
 
@@ -107,9 +106,6 @@ class _RankClock:
     exposed: float = 0.0
     free: dict[str, float] = field(default_factory=dict)
     """The time from which each link is free."""
-    done: dict[tuple[fx.Node, tuple[int, ...]], float] = field(default_factory=dict)
-    """The completion time of each transfer, by its call and iteration."""
-    expected: dict[fx.Node, Message] = field(default_factory=dict)
     segments: dict[Action, list[Span]] = field(default_factory=dict)
     transfers: list[LinkTransfer] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
@@ -130,63 +126,47 @@ class _RankClock:
 
     def _do(self, doing: RankTask, mail: Mail) -> bool:
         begin = self.now
-        if isinstance(doing, ComputeTask):
+        if doing.kind == "compute":
             self.now += doing.seconds
-        elif isinstance(doing, StartTask):
-            assert doing.call is not None
-            what = call_label(doing.call)
-            if doing.hidden:
-                self.done[doing.call, doing.at] = self._over(doing.link, what, doing.seconds)
-            else:
-                self._carry(doing.link, what, doing.seconds)
-        elif isinstance(doing, SendTask):
-            origin, to, tag, _ = doing.message
-            mail.setdefault((origin, to, tag, doing.microbatch), deque()).append(self._sent(doing))
-        elif isinstance(doing, ReceiveTask):
-            assert doing.call is not None
-            origin, to, tag, _ = doing.message
-            self.expected[doing.call] = origin, to, tag, doing.microbatch
-        elif isinstance(doing, WaitTask):
-            assert doing.call is not None
-            if (message := self.expected.get(doing.call)) is not None:
-                if not mail.get(message):
-                    return False
-                sent = mail[message].popleft()
-                if sent.under_way:
-                    self.transfers.append(
-                        LinkTransfer(sent.link, sent.what, Span(sent.there - sent.under_way, sent.there))
-                    )
-                self._wait(sent.there, sent.what, sent.under_way)
-                self._carry(sent.link, sent.what, sent.taking)
-                del self.expected[doing.call]
-            elif (started := (doing.call, doing.at)) in self.done:
-                self._wait(self.done.pop(started), call_label(doing.call))
+        elif doing.kind == "start":
+            self._start(doing, mail.setdefault(doing.transfer, deque()))
+        elif arrivals := mail.get(doing.transfer):
+            self._receive(arrivals.popleft())
+        elif doing.message is not None:
+            return False
         self._note(doing, begin)
         return True
 
-    def _over(self, link: str, what: str, seconds: float) -> float:
-        """The end of a transfer that starts now, or when the link is free."""
-        start = max(self.now, self.free.get(link, 0.0))
-        self.free[link] = start + seconds
-        self.transfers.append(LinkTransfer(link, what, Span(start, start + seconds)))
-        return start + seconds
+    def _start(self, doing: RankTask, arrivals: deque[_Arrival]) -> None:
+        """Start a transfer: now, or when its link is free; or do it on the compute stream."""
+        what = "send" if doing.call is None else call_label(doing.call)
+        link, message, seconds = doing.link, doing.message, doing.seconds
+        taken = "" if message is None else f"from place {message[0]}"
+        if doing.hidden:
+            start = max(self.now, self.free.get(link, 0.0))
+            self.free[link] = there = start + seconds
+            self.transfers.append(LinkTransfer(link, what, Span(start, there)))
+            arrivals.append(_Arrival(there, what, taken, inf if message is None else seconds))
+        elif message is None:
+            self._carry(link, what, seconds)
+        else:
+            self._carry(link, what, seconds / 2)
+            arrivals.append(_Arrival(self.now, what, taken, 0.0, seconds / 2))
+
+    def _receive(self, arrived: _Arrival) -> None:
+        there, what, link, under_way, taking = arrived
+        if link and under_way:
+            self.transfers.append(LinkTransfer(link, what, Span(there - under_way, there)))
+        self._wait(there, what, under_way)
+        self._carry(link, what, taking)
 
     def _carry(self, link: str, what: str, seconds: float) -> None:
         """Copy what goes over a link on the compute stream, which stalls."""
         if seconds:
             self.transfers.append(LinkTransfer(link, what, Span(self.now, self.now + seconds)))
-            self._wait(self.now + seconds, what)
+            self._wait(self.now + seconds, what, inf)
 
-    def _sent(self, doing: SendTask) -> _Sent:
-        origin, to = doing.message[:2]
-        what = "send" if doing.call is None else call_label(doing.call)
-        link, taken = f"to place {to}", f"from place {origin}"
-        if doing.hidden:
-            return _Sent(self._over(link, what, doing.seconds), doing.seconds, 0.0, what, taken)
-        self._carry(link, what, doing.seconds / 2)
-        return _Sent(self.now, 0.0, doing.seconds / 2, what, taken)
-
-    def _wait(self, until: float, what: str, most: float = float("inf")) -> None:
+    def _wait(self, until: float, what: str, most: float) -> None:
         waits = max(until - self.now, 0.0)
         if waits:
             self.stalls.append(Stall(what, Span(self.now, until), min(waits, most)))

@@ -13,7 +13,7 @@ from shardfx.ir.cost import probes
 from shardfx.ir.cost.amounts import Cost, Work
 from shardfx.ir.cost.curve import Curve
 from shardfx.ir.cost.machine import Machine
-from shardfx.ir.timing.rank_tasks import ComputeTask, Purpose, ReceiveTask, SendTask, StartTask, WaitTask
+from shardfx.ir.timing.rank_tasks import Purpose, RankTask
 from shardfx.ir.timing.simulate import simulate_ranks
 
 LINKS = Machine.load("cpu-laptop").links
@@ -97,20 +97,17 @@ def test_a_probe_calls_its_op_and_knows_how_much_that_does(
 
 def test_a_machine_that_does_not_send_by_itself_hides_nothing() -> None:
     call, purpose = fx.Graph().placeholder("a"), Purpose("B", 0)
-    row = [ComputeTask(purpose, 1.0), StartTask(purpose, 3.0, 0, call, "dp", hidden=False), ComputeTask(purpose, 2.0)]
-    (course,) = simulate_ranks([[*row, WaitTask(purpose, 0, 0, call)]])
+    first, second = (RankTask("compute", purpose, seconds) for seconds in (1.0, 2.0))
+    start = RankTask("start", purpose, 3.0, 0, call, "dp", hidden=False)
+    (course,) = simulate_ranks([[first, start, second, RankTask("wait", purpose, 0, 0, call)]])
     assert course.exposed == 3.0 and tuple(course.spans[sx.schedules.Action("B", 0, 0)]) == (0.0, 6.0)
 
 
 def test_who_sends_lays_out_and_who_receives_takes_in() -> None:
-    call, forward, received = fx.Graph().placeholder("a"), Purpose("F", 0), Purpose("R")
-    message = (0, 1, 0, 0)
-    sender = [ComputeTask(forward, 1.0), SendTask(forward, 4.0, 0, message, hidden=False), ComputeTask(forward, 1.0)]
-    taker = [
-        ReceiveTask(received, 0, 0, message, call),
-        WaitTask(received, 0, 0, call),
-        ComputeTask(Purpose("F", 1), 1.0),
-    ]
+    forward, message = Purpose("F", 0), (0, 1, 0)
+    compute, send = RankTask("compute", forward, 1.0), RankTask("start", forward, 4.0, message=message, hidden=False)
+    sender = [compute, send, compute]
+    taker = [RankTask("wait", Purpose("R"), message=message), RankTask("compute", Purpose("F", 1), 1.0)]
     first, second = simulate_ranks([sender, taker])
     assert tuple(first.spans[sx.schedules.Action("F", 0, 0)]) == (0.0, 4.0) and first.exposed == 2.0
     assert tuple(second.spans[sx.schedules.Action("F", 1, 0)]) == (5.0, 6.0) and second.exposed == 2.0

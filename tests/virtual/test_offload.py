@@ -20,7 +20,7 @@ from shardfx.ir.ops.pools import transfer
 from shardfx.ir.ops.traits import is_heavy
 from shardfx.ir.text import parse_graph, print_graph
 from shardfx.ir.text.printer import size_text
-from shardfx.ir.timing.rank_tasks import StartTask, WaitTask, call_label, rank_tasks
+from shardfx.ir.timing.rank_tasks import call_label, rank_tasks
 from shardfx.ir.validate import validate_graph
 from shardfx.module.programs import STEP, TRAIN
 from tests.live_memory import check_footprint, held_in_a_step
@@ -111,8 +111,8 @@ def test_states_travel_during_the_backward() -> None:
     assert pm.timeline().step < time.compute + time.carrying
     memory, machine = pm.memory(), sx.Machine.load("h100-dgx")
     order = rank_tasks(memory.program, memory.footprint, machine, machine.connect(pm.mesh))
-    waits = {each.call: i for i, each in enumerate(order) if isinstance(each, WaitTask)}
-    starts = {each.call: i for i, each in enumerate(order) if isinstance(each, StartTask) and each.call is not None}
+    waits = {each.call: i for i, each in enumerate(order) if each.kind == "wait"}
+    starts = {each.call: i for i, each in enumerate(order) if each.kind == "start" and each.call is not None}
     labels = {call: call_label(call) for call in starts}
     reduced = [call for call, label in labels.items() if "reduce" in label and "layers" in label]
     assert len(reduced) > 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,7 @@ import shardfx as sx
 from shardfx.ir.cost.machine import Level, Machine
 from shardfx.ir.mesh import Link
 from shardfx.ir.schedule.dependencies import dependencies
-from shardfx.ir.timing.rank_tasks import ComputeTask, Purpose, RankTask, ReceiveTask, SendTask, StartTask, WaitTask
+from shardfx.ir.timing.rank_tasks import Purpose, RankTask
 from shardfx.ir.timing.simulate import simulate_ranks
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,7 +59,6 @@ def staged(schedule: str = "1f1b", ranks: int = 2, microbatches: int = 4, chunks
 
 def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: float) -> list[list[RankTask]]:
     """What ranks do for a schedule: they receive, work, send."""
-    calls = (fx.Graph().placeholder(f"x{i}") for i in range(10**6))
     needs = dependencies(schedule)
     tags = {action: tag for tag, action in enumerate(schedule)}
     rows: list[list[RankTask]] = [[] for _ in schedule.ranks]
@@ -67,13 +67,12 @@ def rows_of(schedule: sx.schedules.Schedule, seconds: dict[str, float], comm: fl
             purpose, microbatch = Purpose(action.kind, action.stage), action.microbatch
             for made in needs[action]:
                 if (origin := schedule.rank_of(made.stage)) != rank:
-                    call, received = next(calls), Purpose("R")
-                    message = (origin, rank, tags[made], 0)
-                    rows[rank] += [ReceiveTask(received, 0, 0, message, call), WaitTask(received, 0, 0, call)]
-            rows[rank].append(ComputeTask(purpose, seconds[action.kind], microbatch))
+                    rows[rank].append(RankTask("wait", Purpose("R"), message=(origin, rank, tags[made])))
+            rows[rank].append(RankTask("compute", purpose, seconds[action.kind], microbatch))
             users = [user for user, made in needs.items() if action in made]
             for place in sorted({schedule.rank_of(user.stage) for user in users} - {rank}):
-                rows[rank].append(SendTask(purpose, comm, 0, (rank, place, tags[action], 0)))
+                message = rank, place, tags[action]
+                rows[rank].append(RankTask("start", purpose, comm, link=f"to place {place}", message=message))
     return rows
 
 
@@ -97,18 +96,18 @@ def test_what_computes_meanwhile_hides_communication() -> None:
     call, other = fx.Graph().placeholder("a"), fx.Graph().placeholder("b")
     purpose = Purpose("B", 0)
     row = [
-        ComputeTask(purpose, 1.0),
-        StartTask(purpose, 3.0, 0, call, "dp"),
-        StartTask(purpose, 1.0, 0, other, "dp"),  # over the same link, behind it
-        ComputeTask(purpose, 2.0),
-        WaitTask(purpose, 0, 0, call),
-        WaitTask(purpose, 0, 0, other),
-        ComputeTask(purpose, 0.5),
+        RankTask("compute", purpose, 1.0),
+        RankTask("start", purpose, 3.0, 0, call, "dp"),
+        RankTask("start", purpose, 1.0, 0, other, "dp"),  # over the same link, behind it
+        RankTask("compute", purpose, 2.0),
+        RankTask("wait", purpose, 0, 0, call),
+        RankTask("wait", purpose, 0, 0, other),
+        RankTask("compute", purpose, 0.5),
     ]
     (course,) = simulate_ranks([row])
     assert course.exposed == 2.0
     assert tuple(course.spans[sx.schedules.Action("B", 0, 0)]) == (0.0, 5.5)
-    (apart,) = simulate_ranks([[StartTask(e.purpose, e.seconds, 0, e.call, "tp") if e is row[2] else e for e in row]])
+    (apart,) = simulate_ranks([[replace(each, link="tp") if each is row[2] else each for each in row]])
     assert apart.exposed == 1.0
 
 
