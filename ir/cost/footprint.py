@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import count, groupby
-from typing import NamedTuple
 
 import numpy as np
 from torch import fx
@@ -67,36 +66,16 @@ class StoredTensor:
 
 
 @dataclass(frozen=True)
-class PeakItem:
-    """A part of the peak: its category, its bytes, and the node that allocates it."""
-
-    category: str
-    nbytes: int
-    node: Node | None
-
-
-@dataclass(frozen=True)
 class Peak:
-    """The peak of live memory, inputs apart: ``items``, the largest first.
-
-    Kept buffers that are idle at the peak are of the category "kept".
-    """
+    """The peak of live memory, inputs apart: its ``items``, the largest first."""
 
     nbytes: int = 0
     node: Node | None = None
-    items: tuple[PeakItem, ...] = ()
+    items: tuple[Storage, ...] = field(default=(), compare=False)
 
     def of(self, category: str) -> int:
         """The bytes of one category."""
         return sum(item.nbytes for item in self.items if item.category == category)
-
-
-class Change(NamedTuple):
-    """An allocation at a moment (bytes above 0), or a release; and the buffer's number."""
-
-    moment: int
-    number: int
-    nbytes: int
 
 
 @dataclass
@@ -106,22 +85,23 @@ class BufferReusePool:
     kept: dict[int, int] = field(default_factory=dict)
     _number: Iterator[int] = field(default_factory=count)
 
-    def step(self, asked: LiveIntervals) -> list[Change]:
-        """The allocations and releases of a step with these buffer requests; unused buffers are dropped at its end."""
+    def step(self, asked: LiveIntervals) -> list[tuple[int, int]]:
+        """The moments of a step with these buffer requests, each with the bytes that are allocated there (or released);
+        unused buffers are dropped at its end."""
         sizes, free = dict(self.kept), sorted(self.kept)
-        borrowed, used, changes = list[tuple[int, int]](), set[int](), list[Change]()
+        borrowed, used, changes = list[tuple[int, int]](), set[int](), list[tuple[int, int]]()
         for born, last, nbytes in asked.by_birth():
             while borrowed and borrowed[0][0] < born:
                 bisect.insort(free, heapq.heappop(borrowed)[1])
             choice = choose_buffer(nbytes, [sizes[key] for key in free])
             take, drop = (None if place is None else free[place] for place in choice)
             if drop is not None:
-                changes.append(Change(born, drop, -sizes.pop(drop)))
+                changes.append((born, -sizes.pop(drop)))
                 free.remove(drop)
             if take is None:
                 take = next(self._number)
                 sizes[take] = nbytes
-                changes.append(Change(born, take, nbytes))
+                changes.append((born, nbytes))
             else:
                 free.remove(take)
             heapq.heappush(borrowed, (last, take))
@@ -171,9 +151,26 @@ class Footprint:
         names = dict.fromkeys(name for name in here if name is not None)
         return {name: self._at_calls(self._in(each == name for each in here)) for name in names}
 
+    @cached_property
+    def held(self) -> tuple[int, ...]:
+        """The live bytes at each call, its own temporary ones included."""
+        return tuple(map(sum, zip(self.live, self.inside, strict=True)))
+
+    @cached_property
+    def top(self) -> int:
+        """The call with the most live memory, its operands and results included."""
+        return max(range(len(self.calls)), key=self.held.__getitem__, default=0)
+
     def there(self, call: int) -> list[Storage]:
-        """The live storages at a call; in schedule actions, those of each iteration."""
-        return [each for each in self._made.at(int(self._fullest[call])) if not each.pool]
+        """What is live at a call: its storages (in schedule actions, those of each iteration); kept buffers that are
+        idle, of the category "kept"; and last its temporaries."""
+        made = [each for each in self._made.at(int(self._fullest[call])) if not each.pool]
+        idle = Storage(self.idle[call], call, call, None, "kept")
+        return [*made, idle, Storage(self.inside[call], call, call, self._planned(call), "temporaries")]
+
+    def _planned(self, call: int) -> Node | None:
+        made: Node | None = self.calls[call].meta.get("shardfx")
+        return made
 
     # ---- by moment --------------------------------------------------------------------------------------------------
 
@@ -205,7 +202,7 @@ class Footprint:
                 break
             before = pool.kept
             live[:] = 0
-            for moment, _, nbytes in pool.step(kept):
+            for moment, nbytes in pool.step(kept):
                 live[moment] += nbytes
             live = np.cumsum(live) + sum(before.values())
         return live - kept.in_use(len(self._calls))
@@ -234,18 +231,11 @@ class Footprint:
 
     @cached_property
     def peak(self) -> Peak:
-        """The peak: the call with the most live memory, its operands and results included."""
+        """The peak: what is live at :attr:`top`."""
         if not self.calls:
             return Peak()
-        top = max(range(len(self.calls)), key=lambda i: self.live[i] + self.inside[i])
-        made_by = self.calls[top].meta.get("shardfx")
-        there = [PeakItem(each.category, each.nbytes, each.node) for each in self.there(top) if each.nbytes]
-        if self.idle[top]:
-            there.append(PeakItem("kept", self.idle[top], None))
-        if self.inside[top]:
-            there.append(PeakItem("temporaries", self.inside[top], made_by))
-        there.sort(key=lambda item: -item.nbytes)
-        return Peak(self.live[top] + self.inside[top], made_by, tuple(there))
+        there = sorted((each for each in self.there(self.top) if each.nbytes), key=lambda each: -each.nbytes)
+        return Peak(self.held[self.top], self._planned(self.top), tuple(there))
 
 
 @dataclass(frozen=True)
@@ -275,12 +265,11 @@ def loop_memory(footprint: Footprint) -> tuple[LoopMemory, ...]:
 
 
 def _peak_of_loop(footprint: Footprint, loop: fx.Node, places: Sequence[int]) -> LoopMemory:
-    live, inside = footprint.live, footprint.inside
-    top = max(places, key=lambda place: live[place] + inside[place])
+    top = max(places, key=footprint.held.__getitem__)
     before = footprint.idle[top] + sum(
         each.nbytes for each in footprint.storages if each.born < places[0] and each.last >= top and not each.pool
     )
     axis, trips = loop.args[:2]
     assert isinstance(axis, str) and isinstance(trips, int)
     in_flight = ActionOrder.of(action_order(loop).split()).in_flight or 1
-    return LoopMemory(axis, trips, live[top] + inside[top] - before, before, in_flight)
+    return LoopMemory(axis, trips, footprint.held[top] - before, before, in_flight)

@@ -254,9 +254,9 @@ def curves(device: torch.device, clock: Clock, products: Mapping[torch.dtype, Cu
     found = {PRODUCT: products[torch.float32]}
     if device.type == "cuda":
         found |= {of_dtype(PRODUCT, dtype): each for dtype, each in products.items()}
-    found[TOUCH] = _by_bytes(aten.add.Tensor, _rows(2), TOUCHED[kind], at, clock)
+    found[TOUCH] = curve(Heavy(aten.add.Tensor, _rows(2), TOUCHED[kind]), at, clock)
     for op, make in BY_ROWS.items():
-        found[base_name_of(op)] = _by_bytes(op, make, ROWS[kind], at, clock)
+        found[base_name_of(op)] = curve(Heavy(op, make, ROWS[kind]), at, clock)
     for each in HEAVY[kind][1:]:
         for dtype in DTYPES[kind]:
             name = each.name if kind == "cpu" else of_dtype(each.name, dtype)
@@ -276,11 +276,6 @@ def curve(heavy: Heavy, at: ProbeSite, clock: Clock) -> Curve:
                 break
             points.append(_point(heavy, size, at, clock))
     return Curve.of(points)
-
-
-def _by_bytes(op: Any, make: Make, sizes: Sequence[int], at: ProbeSite, clock: Clock) -> Curve:
-    with torch.no_grad():
-        return Curve.of([_point(Heavy(op, make, sizes), size, at, clock) for size in sizes])
 
 
 def _point(heavy: Heavy, size: int, at: ProbeSite, clock: Clock) -> tuple[float, float]:

@@ -159,7 +159,7 @@ class RankMemory:
         found: list[Error] = []
         for sizes in self.sizes.tries:
             try:
-                terms, *changed = ([*each._terms(self._top)] for each in (self, *self._others(sizes)))
+                terms, *changed = ([*each._terms(self.footprint.top)] for each in (self, *self._others(sizes)))
                 return formula(terms, changed, sizes, self.program.mesh)
             except Error as error:  # another length may do, if the model takes it at all
                 found.append(error)
@@ -180,17 +180,11 @@ class RankMemory:
         here = [inp for inp in self.program.inputs if not inp.pool]
         for holder, inp in zip(self.given, here, strict=True):
             yield PeakStorage(holder.nbytes, spec_of([inp.value], holder.nbytes, mesh))
-        for storage in self.footprint.there(call):
+        *made, idle, inside = self.footprint.there(call)
+        for storage in made:
             values = storage.node.outs if storage.node is not None else ()
             yield PeakStorage(storage.nbytes, spec_of(values, storage.nbytes, mesh))
-        yield PeakStorage(self.footprint.idle[call])
-        yield PeakStorage(self.footprint.inside[call])
-
-    @property
-    def _top(self) -> int:
-        """The call of the peak."""
-        live, inside = self.footprint.live, self.footprint.inside
-        return max(range(self._calls), key=lambda i: live[i] + inside[i], default=0)
+        yield from (PeakStorage(idle.nbytes), PeakStorage(inside.nbytes))
 
     def draw(self, path: str | Path, title: str = "") -> Path:
         """Draw the bytes over the program's course as an SVG: by category, the phases marked, the peak named."""
@@ -199,7 +193,7 @@ class RankMemory:
         beside_it = f", {size_text(self.host)} offloaded" if self.host else ""
         shown = title or f"Memory of rank {self.rank}: {size_text(self.peak)} at most{beside_it}"
         names = [str(holder) for holder in self.at_peak[:8]]
-        return draw_memory(self.course, self._phases, self._top, self.peak, names, path, shown, self._beside)
+        return draw_memory(self.course, self._phases, self.footprint.top, self.peak, names, path, shown, self._beside)
 
     @property
     def _phases(self) -> list[str]:

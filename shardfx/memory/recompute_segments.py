@@ -192,8 +192,8 @@ class SegmentedStep:
     @cached_property
     def live(self) -> list[int]:
         """The live bytes at each call."""
-        footprint, stored = self.memory.footprint, sum(self.memory.stored.values())
-        return [stored + a + b for a, b in zip(footprint.live, footprint.inside, strict=True)]
+        stored = sum(self.memory.stored.values())
+        return [stored + nbytes for nbytes in self.memory.footprint.held]
 
     @cached_property
     def moments(self) -> dict[tuple[int, ...], int]:

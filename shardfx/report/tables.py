@@ -20,7 +20,7 @@ from shardfx.ir.text.printer import size_text
 from shardfx.report.console import count_text, seconds_text, table
 
 if TYPE_CHECKING:
-    from shardfx.ir.cost.footprint import Peak, PeakItem
+    from shardfx.ir.cost.footprint import Peak, Storage
     from shardfx.ir.cost.machine import Machine
     from shardfx.memory.rank_memory import RankMemory
     from shardfx.report.figures import CommRow, Report
@@ -93,7 +93,7 @@ def memory_tables(memory: RankMemory, machine: Machine | None = None) -> list[Re
 
 def _holders(peak: Peak) -> list[RenderableType]:
     """The largest storages at the peak."""
-    found: list[tuple[str, PeakItem]] = []
+    found: list[tuple[str, Storage]] = []
     for item in peak.items:
         node = item.node
         module = f" @ {node.where.module}" if node is not None and node.where.module else ""
