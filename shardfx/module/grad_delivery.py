@@ -28,35 +28,39 @@ from shardfx.runtime.step import ProgramRunner, Results, RunStart
 from shardfx.runtime.store import Store, version
 
 
-class DeliverGradients(torch.autograd.Function):
-    """An autograd function of a loss with precomputed gradients: ``backward`` hands them out, and keeps none.
-
-    A gradient that nobody else holds becomes ``parameter.grad`` itself; one that is held would be copied.
-    """
+class GradientEdge(torch.autograd.Function):
+    """An autograd function of tensors that programs made, whose VJP is ``pull``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        loss: torch.Tensor,
-        grads: list[torch.Tensor | None],
-        note: Callable[[torch.Tensor | float], None],
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
-        """The loss unchanged, with the gradients of ``parameters`` saved for ``backward``."""
-        ctx.grads, ctx.note = grads, note
-        return loss.clone()
+    def forward(ctx: Any, pull: Callable[..., Any], made: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
+        """What was made, as outputs of an autograd node with inputs ``tensors``."""
+        ctx.pull = pull
+        return tuple(each.clone() if each._is_view() else each for each in made)
 
     @staticmethod
     @torch._disable_dynamo
     def backward(ctx: Any, *above: torch.Tensor) -> Any:
-        """The saved gradients, times that of the loss.
+        """The gradients of the tensors.
 
         Raises:
-            Error: they were handed out before; or are to have gradients again.
+            Error: these are to have gradients again; or ``pull`` says why there are none.
         """
-        reject_second("a loss of pm(...)", above)
-        (scale,) = above
-        grads: list[torch.Tensor | None] | None = ctx.grads
+        reject_second(above)
+        return (None, None, *(ctx.pull(above) or [None for _ in ctx.needs_input_grad[2:]]))
+
+
+@dataclass
+class GradientDelivery:
+    """The VJP of a loss with precomputed gradients: it hands them out, times that of the loss, and keeps none.
+
+    A gradient that nobody else holds becomes ``parameter.grad`` itself; one that is held would be copied.
+    """
+
+    grads: list[torch.Tensor | None] | None
+    note: Callable[[torch.Tensor | float], None]
+
+    def __call__(self, above: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        (scale,), grads = above, self.grads
         if grads is None:
             raise Error(
                 "the gradients of this loss were handed out already",
@@ -65,13 +69,13 @@ class DeliverGradients(torch.autograd.Function):
                 got="another one",
                 remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
             )
-        ctx.note(scale)
+        self.note(scale)
         if torch._C._autograd._get_current_graph_task_keep_graph():
-            return (None, None, None, *(g if g is None else g * scale for g in grads))
-        ctx.grads = None
+            return [g if g is None else g * scale for g in grads]
+        self.grads = None
         if scale.device.type != "cpu" or float(scale) != 1.0:  # to read it from another device takes longer
             _multiply([g for g in grads if g is not None], scale)
-        return (None, None, None, *grads)
+        return grads
 
 
 def _multiply(grads: Iterable[torch.Tensor], scale: torch.Tensor) -> None:
@@ -123,8 +127,8 @@ def loss_with_grads(
     """The loss, with gradients ready for all tensors that require one."""
     tensors = leaves(wanted)
     grads = gradients(step, call, local, wanted, results) or [None for _ in tensors]
-    loss = results[OutputKind.LOSS, "loss"][0]
-    return DeliverGradients.apply(loss, grads, step.store.handed_out, *tensors)  # type: ignore[no-any-return,no-untyped-call]
+    loss = results[OutputKind.LOSS, "loss"][0].clone()
+    return attach(loss, GradientDelivery(grads, step.store.handed_out), tensors)  # type: ignore[no-any-return]
 
 
 def check_step(
@@ -217,27 +221,7 @@ class ForwardSnapshot:
             )
 
 
-class ResultVjp(torch.autograd.Function):
-    """An autograd function of a forward's results, whose VJP is ``pull``."""
-
-    @staticmethod
-    def forward(ctx: Any, pull: Callable[..., Any], results: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
-        """The results, as outputs of an autograd node with inputs ``tensors``."""
-        ctx.pull = pull
-        return tuple(each.clone() if each._is_view() else each for each in results)
-
-    @staticmethod
-    def backward(ctx: Any, *above: torch.Tensor) -> Any:
-        """The gradients of the tensors.
-
-        Raises:
-            Error: these are to have gradients again; or ``pull`` says why there are none.
-        """
-        reject_second("the results of pm(...)", above)
-        return (None, None, *(ctx.pull(above) or [None for _ in ctx.needs_input_grad[2:]]))
-
-
-def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
+def reject_second(above: Sequence[torch.Tensor | None]) -> None:
     """Refuse double backward and batched gradients.
 
     Raises:
@@ -246,7 +230,7 @@ def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
     inside = torch._C._functorch
     if any(inside.is_batchedtensor(t) or inside.is_legacy_batchedtensor(t) for t in above if t is not None):
         raise Error(
-            f"the gradients of {what} are asked for in a batch, and programs compute one of them",
+            "the gradients of pm(...) are asked for in a batch, and programs compute one of them",
             where="torch.autograd.grad(..., is_grads_batched=True), or torch.func.vmap",
             expected="a backward for each",
             got="a batch of gradients",
@@ -255,7 +239,7 @@ def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
         )
     if torch.is_grad_enabled():
         raise Error(
-            f"the gradients of {what} have no gradients themselves",
+            "the gradients of pm(...) have no gradients themselves",
             where="backward(create_graph=True)",
             expected="gradients that are used as they are",
             got="create_graph=True",
@@ -264,11 +248,11 @@ def reject_second(what: str, above: Sequence[torch.Tensor | None]) -> None:
 
 
 def attach(out: Any, pull: Callable[..., Any], tensors: Sequence[torch.Tensor]) -> Any:
-    """The model's results, whose backward calls ``pull`` for the gradients of ``tensors``."""
+    """What programs made, whose backward calls ``pull`` for the gradients of ``tensors``."""
     leaves, tree = pytree.tree_flatten(out)
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and is_pulled(leaf.dtype)]
     if places:
-        made = ResultVjp.apply(pull, [leaves[i] for i in places], *tensors)  # type: ignore[no-untyped-call]
+        made = GradientEdge.apply(pull, [leaves[i] for i in places], *tensors)  # type: ignore[no-untyped-call]
         for i, tensor in zip(places, made, strict=True):
             leaves[i] = tensor
     return pytree.tree_unflatten(leaves, tree)

@@ -249,7 +249,7 @@ def test_gradients_are_let_go_with_the_loss(trained: Any) -> None:
     pm, _ = trained
     loss = pm(DATA, WANTED)
     assert torch.equal(pickle.loads(pickle.dumps(loss)), loss)
-    gradient = weakref.ref(next(g for g in loss.grad_fn.grads if g is not None))  # type: ignore[union-attr]
+    gradient = weakref.ref(next(g for g in loss.grad_fn.pull.grads if g is not None))  # type: ignore[union-attr]
     gc.collect()
     gc.disable()
     try:
