@@ -17,13 +17,12 @@ from rich.rule import Rule
 from rich.text import Text
 
 from shardfx.api import parallelize
-from shardfx.hints import Hints
 from shardfx.ir.mesh import Mesh
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.report.console import seconds_text, table
 
 from . import demo_model
-from .demo_model import SPECS, Decoder, batches
+from .demo_model import SPECS, Decoder, batches, make
 
 FLOAT32 = 1e-3
 """How far the losses may part over the steps in float32: rounding, grown by the training itself."""
@@ -45,7 +44,7 @@ def demo(out: Console, folder: Path, steps: int = 40) -> int:
     out.print(Panel(intro, title="shardfx demo", title_align="left", border_style="cyan", expand=False))
     started = time.perf_counter()
     with out.status("capturing and planning"):
-        pm = plan(model, mesh)
+        pm = parallelize(model, mesh, make()[1], virtual=True)
     _check(out, True, f"planned in {seconds_text(time.perf_counter() - started)}: {len(pm.planned.nodes)} ops per rank")
     good = train(out, pm, copy.deepcopy(model), steps)
     with out.status("one step in float64"):
@@ -64,12 +63,6 @@ def demo(out: Console, folder: Path, steps: int = 40) -> int:
     for path in paths:
         out.print(f"  {path}", soft_wrap=True, style="cyan")
     return 0 if good else 1
-
-
-def plan(model: Decoder, mesh: Mesh) -> ParallelModule:
-    """The model, parallel."""
-    x, y = next(batches())
-    return parallelize(model, mesh, Hints(args=(x,), loss=demo_model.loss, targets=(y,), specs=SPECS), virtual=True)
 
 
 def train(out: Console, pm: ParallelModule, model: Decoder, steps: int) -> bool:
@@ -103,7 +96,7 @@ def train(out: Console, pm: ParallelModule, model: Decoder, steps: int) -> bool:
 def double_step(model: Decoder, mesh: Mesh) -> tuple[float, str]:
     """The largest relative error over all gradients of one step in float64, and whose it is."""
     model = copy.deepcopy(model).double()
-    pm = plan(model, mesh)
+    pm = parallelize(model, mesh, make()[1], virtual=True)
     x, y = next(batches())
     pm(x, y).backward()
     demo_model.loss(model(x), y).backward()

@@ -17,6 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, Phase, Value
@@ -62,12 +63,12 @@ def send_early(steps: Steps, late: Collection[Node], place: int, mesh: Mesh, axi
     if not sends:
         return list(steps)
     movable = _deferrable(steps[: sends[-1]], late)
-    live, places = _LiveBytes(steps, mesh, axis), range(len(steps))
+    peak, places = _live_bytes(steps, mesh, axis), range(len(steps))
 
     def moved(count: int) -> list[int]:
         return _deferred(places, movable[:count], sends[-1])
 
-    count = bisect_right(range(1, len(movable) + 1), live.most(places), key=lambda each: live.most(moved(each)))
+    count = bisect_right(range(1, len(movable) + 1), peak(places), key=lambda each: peak(moved(each)))
     return [steps[at] for at in moved(count)]
 
 
@@ -95,35 +96,24 @@ def _deferred(places: Sequence[int], moved: Sequence[int], behind: int) -> list[
     return [*stay, *sorted(moved), *places[behind + 1 :]]
 
 
-class _LiveBytes:
-    """Live bytes of an iteration during steps, of the values that they use and make."""
+def _live_bytes(steps: Steps, mesh: Mesh, axis: str) -> Callable[[Sequence[int]], int]:
+    """The peak of an iteration's live bytes while steps run in the order of some positions: of the values that they
+    use."""
+    uses = [{unviewed(value) for value in _operands([step])} for step in steps]
+    made = {v: at for at, step in enumerate(steps) for n in nodes_of([step]) if not is_view(n) for v in n.outs}
+    nbytes = {value: _nbytes(value, mesh, axis) for value in set[Value]().union(*uses)}
+    uses = [{value for value in each if nbytes[value]} for each in uses]
 
-    def __init__(self, steps: Steps, mesh: Mesh, axis: str) -> None:
-        uses = [{unviewed(value) for value in _operands([step])} for step in steps]
-        made = {value for node in nodes_of(steps) for value in node.outs}
-        nbytes = {value: _nbytes(value, mesh, axis) for value in set[Value]().union(*uses)}
-        self._nbytes = nbytes
-        self._uses = [{value for value in each if nbytes[value]} for each in uses]
-        self._before = sum(size for value, size in nbytes.items() if value not in made)
-        self._fresh: list[int] = []
-        """By step the bytes that it makes."""
-        for step in steps:
-            fresh = {value for node in nodes_of([step]) if not is_view(node) for value in node.outs}
-            self._fresh.append(sum(nbytes.get(value, 0) for value in fresh))
+    def peak(places: Sequence[int]) -> int:
+        position = {place: at for at, place in enumerate(places)}
+        last = {value: at for at, place in enumerate(places) for value in uses[place]}
+        changes = [0] * (len(places) + 1)
+        for value, at in last.items():
+            changes[position[made[value]] if value in made else 0] += nbytes[value]
+            changes[at + 1] -= nbytes[value]
+        return max(accumulate(changes))
 
-    def most(self, places: Sequence[int]) -> int:
-        """Peak live bytes while the steps run in the order of some positions."""
-        dying, seen = [0] * len(places), set[Value]()
-        for at in reversed(range(len(places))):
-            for value in self._uses[places[at]] - seen:
-                seen.add(value)
-                dying[at] += self._nbytes[value]
-        live = most = self._before
-        for at, place in enumerate(places):
-            live += self._fresh[place]
-            most = max(most, live)
-            live -= dying[at]
-        return most
+    return peak
 
 
 def _nbytes(value: Value, mesh: Mesh, axis: str) -> int:
