@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
@@ -46,15 +46,14 @@ class CheckpointedModules:
         block out. Those that are ``traced`` save nothing: how they do is no part of the model."""
         inside: Any = torchs
         generator, function = getattr(inside, GENERATOR), inside.CheckpointFunction
-        paths = {id(each): path for path, each in model.named_modules()}
-        called_in = nullcontext if self.calls or self.others else partial(self._called, paths=paths)
+        called_in = nullcontext if self.calls or self.others else partial(self._called, model)
 
         def noted(called: Any, *rest: Any, **options: Any) -> Iterator[None]:
-            with called_in(called):
+            with called_in():
                 yield from (None,) if traced else generator(called, *rest, **options)
 
         def applied(called: Any, *rest: Any) -> Any:
-            with called_in(called):
+            with called_in():
                 return _reentrant(called, *rest) if traced else function.apply(called, *rest)
 
         setattr(inside, GENERATOR, noted)
@@ -66,13 +65,9 @@ class CheckpointedModules:
             inside.CheckpointFunction = function
 
     @contextmanager
-    def _called(self, function: Any, paths: Mapping[int, str]) -> Iterator[None]:
-        """Record the module that a function is; else the outermost modules that are called within."""
-        if (own := _module(function)) is not None and paths.get(id(own)):
-            self.calls[(paths[id(own)],)] = None
-            yield
-            return
-        depth, found = [0], list[str]()
+    def _called(self, model: nn.Module) -> Iterator[None]:
+        """Record the outermost modules that are called within."""
+        paths, depth, found = {id(each): path for path, each in model.named_modules()}, [0], list[str]()
 
         def enter(module: nn.Module, value: Any) -> None:
             if not depth[0] and paths.get(id(module)):
@@ -88,13 +83,16 @@ class CheckpointedModules:
         finally:
             for hook in hooks:
                 hook.remove()
-        self.add(found)
+        self.add(found, model)
 
-    def add(self, paths: Sequence[str]) -> None:
-        """Note a checkpoint in which these modules are called."""
-        if paths:
-            self.calls[tuple(dict.fromkeys(paths))] = None
-        self.others |= not paths
+    def add(self, paths: Sequence[str], model: nn.Module) -> None:
+        """Note a checkpoint in which these modules are called; where they are all children of one, its ``forward``."""
+        called = tuple(dict.fromkeys(paths))
+        parent = called[0].rpartition(".")[0] if len(called) > 1 else ""
+        children = {f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()}
+        if called:
+            self.calls[(parent,) if parent and children == {*called} else called] = None
+        self.others |= not called
 
     def patterns(self, model: nn.Module, there: Iterable[str]) -> tuple[tuple[str, ...], ...]:
         """The modules as patterns, by call: one for a list whose blocks are all called alone; none where nothing is
@@ -114,20 +112,6 @@ def _reentrant(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
     """``checkpoint(..., use_reentrant=True)``, which has a gradient where one of its inputs has."""
     with torch.set_grad_enabled(any(isinstance(each, torch.Tensor) and each.requires_grad for each in args)):
         return function(*args)
-
-
-def _module(function: Any) -> nn.Module | None:
-    """The module that a function is the call of."""
-    args: tuple[Any, ...] = ()
-    while isinstance(function, partial):
-        function, args = function.func, (*function.args, *args)
-    if isinstance(function, nn.Module):
-        return function
-    owner, method = getattr(function, "__self__", None), getattr(function, "__func__", None)
-    if isinstance(owner, nn.Module):
-        return owner if method in (type(owner).__call__, nn.Module.__call__, type(owner).forward) else None
-    forward = getattr(function, "__name__", "") == "forward"  # partial(forward, self), as transformers has it
-    return args[0] if forward and args and isinstance(args[0], nn.Module) else None
 
 
 class AssignedBuffers:

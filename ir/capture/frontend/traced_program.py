@@ -163,8 +163,7 @@ def _module_path(node: fx.Node) -> str:
 
 
 def _note_checkpoints(graph: fx.GraphModule, model: nn.Module, found: CheckpointedModules) -> None:
-    """Note the modules that are called in each checkpoint, once: of a graph that leaves no block out. Where they are
-    all children of a module, its ``forward`` was called."""
+    """Note the modules that are called in each checkpoint, once: of a graph that leaves no block out."""
     if found.calls or found.others:
         return
     for node in graph.graph.nodes:
@@ -173,10 +172,7 @@ def _note_checkpoints(graph: fx.GraphModule, model: nn.Module, found: Checkpoint
             body: Any = graph.get_submodule(node.args[0].target)
             calls = (each for each in body.graph.nodes if each.op.startswith("call"))
             stacks = ([*each.meta["nn_module_stack"].values()] for each in calls)
-            paths = [*dict.fromkeys(stack[depth][0].removeprefix(PREFIX) for stack in stacks if len(stack) > depth)]
-            parent = paths[0].rpartition(".")[0] if len(paths) > 1 else ""
-            children = [f"{parent}.{name}" for name, _ in model.get_submodule(parent).named_children()]
-            found.add([parent] if parent and sorted(children) == sorted(paths) else paths)
+            found.add([stack[depth][0].removeprefix(PREFIX) for stack in stacks if len(stack) > depth], model)
 
 
 def without_repeats(trace: DynamoTrace, repeats: Sequence[Repeat]) -> DynamoTrace:
