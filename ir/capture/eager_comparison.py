@@ -8,12 +8,11 @@ where rounding is smaller by 2**29 than in float32 and another function differs 
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -126,19 +125,19 @@ class EagerReference:
             return _differing(names, got, self._expected, epsilon**LOOSE)
 
         def is_rounding(name: str) -> bool:
-            if not all(name in run for run in (got, self._expected, ours, theirs)):
-                return False
-            pairs = (coarse, ours), (got, ours), (self._expected, theirs)
-            rounding = max(_largest(one[name], other[name]) for one, other in pairs)
-            return _largest(ours[name], theirs[name]) <= SHARE * min(rounding, torch.finfo(torch.float32).max)
+            pairs = (ours, theirs), (coarse, ours), (got, ours), (self._expected, theirs)
+            far, *rounding = (_largest(_distance(one.get(name), other.get(name))[0]) for one, other in pairs)
+            there = all(name in run for run in (got, self._expected, ours, theirs))
+            return there and far <= SHARE * min(max(rounding), torch.finfo(torch.float32).max)
 
         return [name for name in names if not is_rounding(name)]
 
     def _eager(self, program: nn.Module, tensors: Sequence[Tensor], mode: ReproducibleRun) -> RunOutputs:
-        """The outputs of the program by torch's own autograd. Buffers and generators are left as they were."""
+        """The outputs of the program, whose buffers are its own, by torch's own autograd. Generators are left as they
+        were."""
         model: nn.Module = program.get_submodule("model")
         aliases, trains = self._names.aliases, self._names.loss is not None
-        before = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
+        before = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in aliases]
         own = [as_it_lies(each).requires_grad_(each.requires_grad) for each in tensors]  # which may be written into
         parameters = dict(model.named_parameters(remove_duplicate=False))
         with _seeded(), ReferenceOps(self._parts), mode:
@@ -151,17 +150,10 @@ class EagerReference:
                 outs[0].backward(torch.full_like(outs[0], self._names.seed))
         after = dict(model.named_buffers(remove_duplicate=False))
         made = {"loss": outs[0].detach()} if trains else {}
-        written = {_storage(each) for each in after.values()}  # restored below
-        results = (each.detach().clone() if _storage(each) in written else each.detach() for each in outs[trains:])
-        made |= {f"result {number}": each for number, each in enumerate(results)}
+        made |= {f"result {number}": each.detach() for number, each in enumerate(outs[trains:])}
         made |= {f"gradient {name}": each.grad.to_dense() for name, each in trained.items() if each.grad is not None}
-        known = before.keys() & aliases.keys()  # one that had no content is no input
-        made |= {f"buffer {aliases[name]}": each.detach().clone() for name, each in after.items() if name in known}
-        with torch.no_grad():
-            for name, was in before.items():
-                if name in after and after[name].shape == was.shape:
-                    (after[name].detach_() if after[name].requires_grad else after[name]).copy_(was)
-        return made
+        known = (name for name in before if name in after)  # one that had no content is no input
+        return made | {f"buffer {aliases[name]}": after[name].detach() for name in known}
 
     def _captured(self, graph: Graph, drawn: Draws, mode: ReproducibleRun | None) -> RunOutputs:
         """The outputs of the graph, on the same weights and inputs."""
@@ -189,10 +181,6 @@ def output_name(output: Output) -> str:
     if output.kind is OutputKind.LOSS:
         return "loss"
     return f"{output.kind.value} {output.name.removeprefix('results.')}"
-
-
-def _storage(tensor: Tensor) -> int | None:
-    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 @contextmanager
@@ -225,35 +213,28 @@ def epsilon_of(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """The elementwise distance of two tensors: infinite where one is NaN or infinite and the other is not the same."""
-    ours, theirs = wide(ours.detach()), wide(theirs.detach())
-    same = (ours == theirs) | (ours.isnan() & theirs.isnan())
-    return torch.where(same, 0.0, (ours - theirs).abs().nan_to_num(torch.inf, torch.inf, torch.inf))
+def _distance(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor, float]:
+    """The elementwise distance of two outputs, and the largest element of theirs that differs. The distance is infinite
+    where shapes differ, or one is NaN or infinite and the other is not the same. An output that a run does not have is
+    zero."""
+    mine, other = (None if each is None else wide(each.detach()) for each in (ours, theirs))
+    mine = torch.zeros_like(other) if mine is None and other is not None else mine
+    other = torch.zeros_like(mine) if other is None and mine is not None else other
+    if mine is None or other is None or mine.shape != other.shape:
+        return torch.tensor(torch.inf), 0.0
+    same = (mine == other) | (mine.isnan() & other.isnan())
+    far = torch.where(same, 0.0, (mine - other).abs().nan_to_num(torch.inf, torch.inf, torch.inf))
+    return far, _largest(torch.where(far > 0, other.abs().nan_to_num(0.0, 0.0, 0.0), 0.0))
 
 
 def _differing(names: Iterable[str], got: RunOutputs, expected: RunOutputs, tolerance: float) -> list[str]:
-    """The outputs that differ by more than ``tolerance`` times the largest element that does; one that a run does not
-    have is zero in the other."""
-    return [name for name in names if not _is_close(got.get(name), expected.get(name), tolerance)]
+    """The outputs that differ by more than ``tolerance`` times the largest element that does."""
+    found = {name: _distance(got.get(name), expected.get(name)) for name in names}
+    return [name for name, (far, largest) in found.items() if _largest(far) > tolerance * largest]
 
 
-def _is_close(ours: Tensor | None, theirs: Tensor | None, tolerance: float) -> bool:
-    if ours is None or theirs is None:
-        only = ours if ours is not None else theirs
-        return only is None or not wide(only).count_nonzero()
-    if ours.shape != theirs.shape:
-        return False
-    largest = wide(theirs.detach()).abs()[_distance(ours, theirs) > 0].nan_to_num(0.0, 0.0, 0.0)
-    return not largest.numel() or _largest(ours, theirs) <= tolerance * largest.max().item()
-
-
-def _largest(ours: Tensor, theirs: Tensor) -> float:
-    """The largest distance; infinite where shapes differ."""
-    if ours.shape != theirs.shape:
-        return math.inf
-    far = _distance(ours, theirs)
-    return far.max().item() if far.numel() else 0.0
+def _largest(each: Tensor) -> float:
+    return each.max().item() if each.numel() else 0.0
 
 
 # ---- modes --------------------------------------------------------------------------------------------------------
@@ -313,42 +294,35 @@ class ReproducibleRun(TorchDispatchMode):
         return changed
 
 
-ATTENTION = (F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
-
-
-def _without_dropout(func: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Attention without dropout, whose mask differs by kernel."""
-    made: Tensor = func(**{**with_defaults(ATTENTION[1], args, kwargs), "dropout_p": 0.0})
-    return made
-
-
 class ReferenceOps(TorchFunctionMode):
     """Within, batch norms normalise the parts of the batch that the hints say, with statistics as wide as in graphs,
-    and attention has no dropout."""
+    and attention has no dropout, whose mask differs by kernel; also where torch's own functions call them."""
 
     def __init__(self, parts: BatchParts) -> None:
         super().__init__()
-        self._normalise = BatchNorm(parts)
+        norm, sdpa, normalise = aten.batch_norm.default, F.scaled_dot_product_attention, BatchNorm(parts)
+
+        def normalised(*args: Any, **kwargs: Any) -> Tensor:
+            return normalise(*positional(norm, with_defaults(norm, args, kwargs)))
+
+        def attended(*args: Any, **kwargs: Any) -> Any:
+            return sdpa(**{**with_defaults(aten.scaled_dot_product_attention.default, args, kwargs), "dropout_p": 0.0})
+
+        self._instead = {torch.batch_norm: normalised, norm: normalised}
+        self._instead |= dict.fromkeys((sdpa, aten.scaled_dot_product_attention.default), attended)
+        self._within = ExitStack()
 
     def __enter__(self) -> Any:
-        F.scaled_dot_product_attention = partial(_without_dropout, ATTENTION[0])  # which torch's own functions call
+        for place, name in ((torch, "batch_norm"), (F, "scaled_dot_product_attention")):
+            self._within.enter_context(mock.patch.object(place, name, self._instead[getattr(place, name)]))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        F.scaled_dot_product_attention = ATTENTION[0]
+        self._within.close()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (torch.batch_norm, aten.batch_norm.default):
-            op = aten.batch_norm.default
-            return self._normalise(*positional(op, with_defaults(op, args, kwargs)))
-        if func is F.batch_norm:  # of which the arguments have another order
-            bound = inspect.signature(func).bind(*args, **kwargs)
-            bound.apply_defaults()
-            names = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
-            return self._normalise(*(bound.arguments[name] for name in names), False)
-        return _without_dropout(func, *args, **kwargs) if func in ATTENTION else func(*args, **kwargs)
+        return self._instead.get(func, func)(*args, **kwargs or {})
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
@@ -360,7 +334,7 @@ def _traced_differs(graph: Graph, name: str, ours: RunOutputs, theirs: RunOutput
     mine, other = ours.get(name), theirs.get(name)
     got, expected = ("nothing" if each is None else f"shape {tuple(each.shape)}" for each in (mine, other))
     if mine is not None and other is not None and mine.shape == other.shape:
-        at = int(_distance(mine, other).flatten().argmax())
+        at = int(_distance(mine, other)[0].flatten().argmax())
         got, expected = (f"{each.flatten()[at].item():.6g}" for each in (mine, other))
     return Error(
         "the model computes something else when it is traced",
