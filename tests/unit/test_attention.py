@@ -46,7 +46,7 @@ def test_it_is_torchs_attention_in_float64(
     key."""
     torch.manual_seed(0)
     s, t = lengths
-    for columns, causal, mask, of_mask in itertools.product((8, 5), (False, True), masks(dtype, s, t), (False, True)):
+    for columns, causal, mask, of_mask in itertools.product((8, 5, 11), (False, True), masks(dtype, s, t), (False, True)):
         if (causal and mask is not None) or (of_mask and (mask is None or mask.dtype == torch.bool)):
             continue
         shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, columns)
@@ -235,6 +235,16 @@ def test_window_has_no_value_of_rows_times_keys() -> None:
     with sizes:
         attention(q, k, v, None, True, window=[32, 0])[0].sum().backward()
     assert sizes.most < 2 * 128 * (128 + 32)
+
+
+@pytest.mark.parametrize("columns", [5, 11])
+def test_values_of_another_width_have_no_value_of_rows_times_keys(columns: int) -> None:
+    """As those of multi-head latent attention (DeepSeek-V3) have: kernels get columns of zeros."""
+    q, k, v = (torch.randn(1, 1, 512, n, requires_grad=True) for n in (8, 8, columns))
+    sizes = Largest()
+    with sizes:
+        attention(q, k, v, None, True)[0].sum().backward()
+    assert sizes.most <= 512 * 11
 
 
 class Largest(TorchDispatchMode):

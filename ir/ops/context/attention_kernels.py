@@ -23,6 +23,7 @@ from .plain_attention import (
     forward_by_hand,
     per_key_head,
     per_query_head,
+    scale_of,
 )
 
 aten = torch.ops.aten
@@ -49,6 +50,12 @@ def laid_like(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(x)
 
 
+def of_one_width(*tensors: Tensor) -> Sequence[Tensor]:
+    """The tensors with zero columns up to the widest: fused kernels take queries, keys and values of one width."""
+    width = max(t.shape[-1] for t in tensors)
+    return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
+
+
 def rows_first(x: Tensor) -> Tensor:
     """``x`` [batch, heads, rows, head] with all heads of a row together, as a projection behind attention gives its
     gradient."""
@@ -63,12 +70,14 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: fl
 
     The answer is the same forward and backward: torch is asked as for a call that has gradients.
     """
-    if p != 0 or softcap != 0 or flat or q.shape[-1] != v.shape[-1] or not q.numel() or not k.numel():
+    if p != 0 or softcap != 0 or flat or not q.numel() or not k.numel() or not v.numel():
         return ""
     if q.device.type == "cpu":
         return "cpu"
-    if q.shape[-1] % 8:
+    width = max(q.shape[-1], v.shape[-1])
+    if width % 8:
         return ""
+    q, k, v = (t if t.shape[-1] == width else t.new_empty((*t.shape[:-1], width)) for t in (q, k, v))
     with torch.enable_grad():
         return _cuda_kernel(q if q.is_inference() else q.detach().requires_grad_(), k, v, mask, causal)
 
@@ -115,7 +124,9 @@ def forward_by(
     kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, scale: Scale, *how: Any
 ) -> tuple[Tensor, Tensor]:
     """The forward by the named kernel. ``how`` is that of :func:`forward_by_hand`."""
-    bias = _bias(q, k, mask, kernel) if kernel else None
+    bias, like, width = _bias(q, k, mask, kernel) if kernel else None, q, v.shape[-1]
+    if kernel and width != q.shape[-1]:
+        scale, (q, k, v) = scale_of(q, scale), of_one_width(q, k, v)
     made: tuple[Any, ...]
     if kernel == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -130,8 +141,8 @@ def forward_by(
         made = op(q, *many, bias, True, 0.0, causal, scale=scale)
     else:
         made = forward_by_hand(q, k, v, mask, causal, scale, *how)
-    out, rows = made[0], made[1][:, :, : q.shape[2]].reshape(q.shape[:3])  # cuDNN's logsumexp has a fourth dim
-    return laid_like(out, q) if out.shape == q.shape else out.contiguous(), rows.contiguous()
+    out, rows = made[0][..., :width], made[1][:, :, : q.shape[2]].reshape(q.shape[:3])  # cuDNN's has a fourth dim
+    return laid_like(out, like) if out.shape == like.shape else out.contiguous(), rows.contiguous()
 
 
 def backward_by(
@@ -141,6 +152,8 @@ def backward_by(
     with the scale (see :func:`backward_by_hand`)."""
     (q, k, v), scale = qkv, how[0]
     bias = _bias(q, k, mask, kernel) if kernel else None
+    if kernel and q.shape[-1] != v.shape[-1]:
+        scale, (q, k, v, grad, out) = scale_of(q, scale), of_one_width(q, k, v, grad, out)
     logsumexp = logsumexp.contiguous()  # flash takes any other without an error, and gives wrong gradients
     state = [torch.empty((), dtype=torch.int64, device=q.device)] * 2  # of dropout, which no kernel does here
     made: Sequence[Tensor]
@@ -164,5 +177,5 @@ def backward_by(
         made = (made[0], per_key_head(made[1], k), per_key_head(made[2], v))
     else:
         made = backward_by_hand(grad, qkv, out, logsumexp, mask, causal, *how)
-    grad_q, grad_k, grad_v = (laid_like(x, like) for x, like in zip(made, qkv, strict=False))
+    grad_q, grad_k, grad_v = (laid_like(x[..., : like.shape[-1]], like) for x, like in zip(made, qkv, strict=False))
     return grad_q, grad_k, grad_v, q.new_empty(0) if kernel else made[3]
