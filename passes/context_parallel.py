@@ -50,7 +50,7 @@ GATHERED = {
     "ring": "gathered, where an attention has a dense mask, dropout, or no causal mask and rows that are not divided",
 }
 """Why keys are gathered where another strategy is asked for."""
-RINGS = ("ring", "2d")
+STRIPED = ("gather", "ring", "2d")
 """Strategies by which rows may be in stripes."""
 FEWEST_ROWS = 128
 """The rows of a stripe on one rank, where their number is not asked for."""
@@ -75,9 +75,9 @@ class Context:
             of several axes, rows over the others, as a ring. ``"window"``: rows, and a halo of the keys that they see
             in a sliding window of at most half the sequence. ``"auto"``: the one of the fewest predicted seconds that
             does not gather the keys of all rows; gather where nothing else works.
-        stripes: load balancing of ``"ring"`` and ``"2d"`` with a causal mask: the sequence is cut into so many chunks,
-            each split over the ranks (Striped Attention, https://arxiv.org/abs/2311.09431). The busiest rank then has
-            ``1 + 1 / stripes`` times the mean of the work; with 1, one contiguous part for each rank, twice the mean. 0
+        stripes: load balancing of ``"gather"``, ``"ring"`` and ``"2d"`` with a causal mask: the sequence is cut into so
+            many chunks, each split over the ranks (Striped Attention, https://arxiv.org/abs/2311.09431). The busiest
+            rank then has ``1 + 1 / stripes`` times the mean of the work; with 1, a contiguous part each, twice. 0
             chooses 16, 8, 4 or 2, so that a chunk has 128 tokens or more on each rank, else 1. Models that have layers
             with sliding windows have 1. Under ``torchrun`` each rank then passes the global batch, not a part of it.
 
@@ -99,8 +99,8 @@ class Context:
             remedy = did_you_mean(str(self.how), HOW, "see help(sx.Context)")
             what = "a Context of an unknown strategy"
             raise Error(what, where=where, expected=f"how one of {', '.join(HOW)}", got=repr(self.how), remedy=remedy)
-        if self.stripes < 0 or (self.stripes > 1 and self.how not in RINGS):
-            expected = f"stripes of {' or '.join(RINGS)}, 1 or more; 0 chooses"
+        if self.stripes < 0 or (self.stripes > 1 and self.how not in STRIPED):
+            expected = f"stripes of {', '.join(STRIPED)}, 1 or more; 0 chooses"
             raise Error("a Context has no such stripes", where=where, expected=expected, got=self.stripes)
 
     @property
@@ -194,9 +194,9 @@ class RematerializeKeys(Pass):
 
 
 def in_stripes(graph: Graph, shape: Sequence[int], spec: Spec, specs: Mapping[str, Any]) -> Spec:
-    """The sharding of an input's sequence in stripes, where a :class:`Context` asks for a ring of causal attention."""
+    """The sharding of an input's sequence in stripes, where a :class:`Context` asks for causal attention by rows."""
     for text, hint in specs.items():
-        if not isinstance(hint, Context) or hint.how not in RINGS:
+        if not isinstance(hint, Context) or hint.how not in STRIPED:
             continue
         calls = [node for node in graph.nodes if node.op is attention]
         mine = [node for node in calls if is_within(node.where.module, text)]
@@ -335,12 +335,13 @@ class _Attention:
     @property
     def text(self) -> str:
         """What was chosen, in the words of :class:`Context`."""
-        if self.ring:
-            stripes = stripes_of(self.node, self._rows_left(self.heads), self.mesh)
-            return f"{'2d' if self.heads else 'ring'}{f', {stripes} stripes' if stripes > 1 else ''}"
-        if not self.heads:
-            return "window" if windows_of(self.node) is not None else "gather"
-        return "all-to-all" if self.heads == self.hint.axes else "2d"
+        if not self.heads and windows_of(self.node) is not None and not self.ring:
+            return "window"
+        if self.heads == self.hint.axes:
+            return "all-to-all"
+        name = "2d" if self.heads else "ring" if self.ring else "gather"
+        stripes = stripes_of(self.node, self._rows_left(self.heads), self.mesh)
+        return f"{name}, {stripes} stripes" if stripes > 1 else name
 
     @property
     def _heads(self) -> int:

@@ -92,7 +92,7 @@ PARTS = (
     Part("pictures", ("visualize",), 2750),
     Part("large images", ("shardfx/images",), 1600),
     Part("front", ("shardfx",), 10090, ("shardfx/images",)),
-    Part("attention and context parallelism", ("ir/context", "ir/ops/context", *CONTEXT), 3700),
+    Part("attention and context parallelism", ("ir/context", "ir/ops/context", *CONTEXT), 3850),
     Part("embedding tables", TABLES, 1000),
     Part("experts", ("ir/ops/experts", *EXPERTS), 1700),
 )

@@ -32,10 +32,12 @@ from .computing.library import LIBRARY, define
 from .context.attention_kernels import backward_by, dense_rows, forward_by, kernel_for, laid_like
 from .context.causal_rows import backward_from, forward_from, seen_mask
 from .context.plain_attention import Given, drawn, gradient_of_sinks, wide, with_sinks
+from .context.striped_rows import backward_by_stripes, forward_by_stripes, stripes
 from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, none_seen, own_rows, tiles
 
 NAMED = "window", "q_ids", "k_ids", "softcap", "sinks", "relative_bias", "flat"
 """The arguments that graphs give by name: what queries see, and how scores are changed."""
+NAMES = "causal", "scale", "p", "seed", "number", "box", *NAMED
 HOW = "Tensor? mask=None, bool causal=False, float? scale=None"
 DRAW = "float p=0.0, Tensor? seed=None, int number=0, int[] box=[], "
 DRAW += "int[] window=[], Tensor? q_ids=None, Tensor? k_ids=None, float softcap=0.0, Tensor? sinks=None, "
@@ -64,10 +66,6 @@ def _wanted(asked: bool, mask: Given, bias: Given) -> tuple[Given, Given]:
     return mask if asked and mask is not None and mask.is_floating_point() else None, bias if asked else None
 
 
-def _with_defaults(args: Sequence[Any], *defaults: Any) -> Sequence[Any]:
-    return [*args, *defaults[len(args) :]]
-
-
 def _by_tiles(window: Sequence[int], ids: Sequence[Given], softcap: float, bias: Given, flat: bool) -> bool:
     """Whether attention is computed by tiles of queries."""
     return bool(window) or ids[0] is not None or softcap != 0 or bias is not None or flat
@@ -87,7 +85,8 @@ def _backward(grad: Tensor, qkv: Any, *given: Any) -> tuple[Tensor, ...]:
 )
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) -> tuple[Tensor, Tensor]:
     """Attention, and the logsumexp of each query's scores."""
-    causal, scale, p, seed, number, box, window, *ids, softcap, sinks, bias, flat = _with_defaults(how, *DEFAULTS)
+    given = [*how, *DEFAULTS[len(how) :]]
+    causal, scale, p, seed, number, box, window, *ids, softcap, sinks, bias, flat = given
     q, k, v = dense_rows(q, k, v)
     if sinks is not None:
         rest = p, seed, number, box, window, *ids, softcap, None, bias, flat
@@ -97,6 +96,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
     if flat and none_seen(ids):
         out, logsumexp = _like_forward(q, k, v)
         return out.zero_(), logsumexp.zero_()
+    if len(striped := stripes(q, k, box, mask, ids[0])) > 1:
+        named = dict(zip(NAMES, given, strict=True))
+        return forward_by_stripes(attention, striped, _like_forward(q, k, v), (q, k, v), named)
     if _by_tiles(window, ids, softcap, bias, flat):
 
         def one(tile: QueryTile, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,9 +126,8 @@ def attention_backward(
     of some ``rows`` alone, ``[first, number]``: of queries, which see keys before and behind them, and of the keys
     there, which others see too.
     """
-    causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, sinks, bias, flat, rows = _with_defaults(
-        how, *BACKWARD[1:]
-    )
+    given = [*how, *BACKWARD[1 + len(how) :]]
+    causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, sinks, bias, flat, rows = given
     grad, q, k, v, out = dense_rows(grad, q, k, v, out)
     if sinks is not None:
         rest = mask, causal, scale, of_mask, p, *draw, window, q_ids, k_ids, softcap, None, bias, flat, rows
@@ -136,6 +137,9 @@ def attention_backward(
     if flat and none_seen((q_ids, k_ids)):
         grads = _like_backward(grad, q, k, v, out, logsumexp, mask, *how)
         return tuple(each.zero_() for each in grads)
+    if len(striped := stripes(q, k, draw[2], mask, q_ids)) > 1:
+        wanted, named = _wanted(of_mask, mask, bias), dict(zip(NAMES, (*given[:2], *given[3:-1]), strict=True))
+        return backward_by_stripes(attention_backward, striped, (grad, q, k, v, out, logsumexp), wanted, named)
     if _by_tiles(window, (q_ids, k_ids), softcap, bias, flat):
 
         def one(tile: QueryTile, *qkv: Tensor) -> tuple[Tensor, ...]:

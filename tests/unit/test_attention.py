@@ -46,7 +46,9 @@ def test_it_is_torchs_attention_in_float64(
     key."""
     torch.manual_seed(0)
     s, t = lengths
-    for columns, causal, mask, of_mask in itertools.product((8, 5, 11), (False, True), masks(dtype, s, t), (False, True)):
+    for columns, causal, mask, of_mask in itertools.product(
+        (8, 5, 11), (False, True), masks(dtype, s, t), (False, True)
+    ):
         if (causal and mask is not None) or (of_mask and (mask is None or mask.dtype == torch.bool)):
             continue
         shapes = (2, 4, s, 8), (2, heads, t, 8), (2, heads, t, columns)
@@ -398,7 +400,7 @@ def test_each_device_has_its_own_kernel(form: str) -> None:
     assert "flash" not in code and "shardfx.attention_backward" in code and "shardfx.attention.default" in code
 
 
-@pytest.mark.parametrize("columns", [8, 5], ids=["by a kernel", "by hand"])
+@pytest.mark.parametrize("columns", [8, 5], ids=["one width", "two widths"])
 def test_a_query_that_is_infinite_is_in_every_gradient_that_it_is_in_of_torchs(columns: int) -> None:
     q, k, v = (torch.randn(2, 4, n, m, dtype=torch.float64) for n, m in ((6, 8), (5, 8), (5, columns)))
     q[0, 0, 1, 2] = float("inf")

@@ -200,7 +200,7 @@ def test_each_kernel_on_cuda_is_right(kernel: str, call: str) -> None:
             mask[0, 0, 1] = False  # a query that sees no key
             mask = mask if kind == "bool" else attention_kernels.bias_of(mask, dtype)
         with sdpa_kernel(KERNELS[kernel]):
-            chosen = attention_kernels.kernel_for(*attention_kernels.dense_rows(q, k, v), mask, causal, 0.0)
+            chosen = attention_kernels.kernel_for(*attention_kernels.dense_rows(q, k, v), mask, causal)
             assert chosen == kernel or (kernel == "cudnn" and heads == 1)  # which not every torch gives it
             with without_synchronisation():
                 out, rows = attention(q, k, v, mask, causal)
@@ -214,12 +214,24 @@ def test_each_kernel_on_cuda_is_right(kernel: str, call: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("keys", "values"), [(192, 128), (64, 96), (20, 20), (36, 30)])
+def test_fused_kernels_on_cuda_take_heads_of_any_width(keys: int, values: int) -> None:
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(2, 4, 128, n).bfloat16().cuda() for n in (keys, keys, values, values))
+    assert attention_kernels.kernel_for(q, k, v, None, True)
+    made = attention(q, k, v, None, True)
+    found = (*made, *attention_backward(grad, q, k, v, *made, None, True)[:3])
+    for ours, theirs in zip(found, by_hand(grad, q, k, v, None, True), strict=True):
+        assert (ours.cpu().double() - theirs).norm() < BOUND[torch.bfloat16] * theirs.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", HALF)
 def test_on_cuda_the_kernel_is_torchs_choice(dtype: torch.dtype) -> None:
     """cuDNN on Hopper, where all tiles are whole; flash where not."""
     q = rows_first(1, 4, 256, 64, dtype=dtype, device="cuda")
     chosen = {SDPBackend.CUDNN_ATTENTION.value: "cudnn", SDPBackend.FLASH_ATTENTION.value: "flash"}
     choice = chosen[torch._fused_sdp_choice(q, q, q, is_causal=True)]
-    assert attention_kernels.kernel_for(q, q, q, None, True, 0.0) == choice
+    assert attention_kernels.kernel_for(q, q, q, None, True) == choice
     part = q[:, :, :100]
-    assert attention_kernels.kernel_for(part, part, part, None, True, 0.0) == "flash"
+    assert attention_kernels.kernel_for(part, part, part, None, True) == "flash"

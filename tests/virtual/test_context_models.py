@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from copy import deepcopy
 from typing import Any
 
@@ -101,3 +102,24 @@ def test_a_decoder_over_a_sharded_sequence_matches_single_device(name: str, how:
         torch.testing.assert_close(mine.grad, theirs.grad, rtol=bound, atol=bound, msg=path)
     verdict = pm.verify()
     assert verdict, verdict.why
+
+
+KERNELS = {"cpu": r"attention_for_cpu", "cuda": r"flash|cudnn|fmha"}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_unedited_decoder_runs_by_a_fused_kernel(device: str) -> None:
+    """As the profiler names it, forward and backward; nothing computes a softmax of scores."""
+    config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 256, "head_dim": 64, "max_position_embeddings": 256})
+    model = transformers.LlamaForCausalLM(config).bfloat16().to(device)
+    ids = torch.randint(0, 64, (2, 256), device=device)
+    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    hints = sx.Hints(kwargs=kwargs, loss=lambda out: out.logits.float().square().mean())
+    pm = sx.parallelize(model, sx.Mesh(dp=1), hints, virtual=True)
+    pm(**kwargs).backward()
+    with torch.profiler.profile() as profile:
+        pm(**kwargs).backward()
+    names = [event.name for event in profile.events() if re.search(KERNELS[device], event.name)]
+    assert [name for name in names if re.search("backward|bwd|bprop", name)]
+    assert [name for name in names if not re.search("backward|bwd|bprop", name)]
+    assert not [event.name for event in profile.events() if "softmax" in event.name.lower()]

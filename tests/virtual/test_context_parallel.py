@@ -76,6 +76,12 @@ def rows_of(batch: int = 2, rows: int = ROWS) -> Tensor:
 TP = {f"**.{name}.weight": "tp, -" for name in "qkv"} | {"**.o.weight": "-, tp"}
 CASES: dict[str, tuple[sx.Mesh, Sharded, str, int]] = {
     "gather": (sx.Mesh(cp=3), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "gather")}, "s{cp}", 13),
+    "gather, stripes": (
+        sx.Mesh(dp=2, cp=2),
+        {"args.0": "dp, cp, -", "layers.*": sx.Context("cp", "gather", stripes=3)},
+        "b{dp} s{cp}",
+        12,
+    ),
     "all-to-all": (sx.Mesh(cp=4), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "all-to-all")}, "h{cp}", 12),
     "more ranks than key heads": (
         sx.Mesh(cp=8),
@@ -228,7 +234,7 @@ def test_heads_are_explained_by_the_context() -> None:
 
 BAD: dict[str, tuple[Any, str]] = {
     "unknown how": (lambda: sx.Context("cp", how="rings"), "expected: how one of auto, gather"),
-    "stripes of no ring": (lambda: sx.Context("cp", stripes=2), "stripes of ring or 2d"),
+    "stripes of auto": (lambda: sx.Context("cp", stripes=2), "stripes of gather, ring, 2d"),
     "no name": (lambda: sx.Context(""), "the name of a mesh axis"),
     "another axis": (lambda: {"layers.*": sx.Context("up")}, "mesh axis 'up' is unknown"),
     "an axis of the batch": (lambda: {"layers.*": sx.Context("dp")}, "'dp' shards no sequence here"),

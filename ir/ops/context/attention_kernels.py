@@ -50,10 +50,18 @@ def laid_like(x: Tensor, like: Tensor) -> Tensor:
     return torch.empty_like(like).copy_(x)
 
 
-def of_one_width(*tensors: Tensor) -> Sequence[Tensor]:
-    """The tensors with zero columns up to the widest: fused kernels take queries, keys and values of one width."""
+def kernel_width(*tensors: Tensor) -> int:
+    """The width of the widest tensor; on CUDA, rounded up to a multiple of 8."""
     width = max(t.shape[-1] for t in tensors)
-    return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
+    return width + -width % 8 if tensors[0].is_cuda else width
+
+
+def of_one_width(scale: Scale, *tensors: Tensor) -> tuple[Scale, Sequence[Tensor]]:
+    """The scale, and the tensors with zero columns up to the width that fused kernels take of all; queries first."""
+    width = kernel_width(*tensors)
+    if all(t.shape[-1] == width for t in tensors):
+        return scale, tensors
+    return scale_of(tensors[0], scale), [F.pad(t, (0, width - t.shape[-1])) for t in tensors]
 
 
 def rows_first(x: Tensor) -> Tensor:
@@ -65,7 +73,16 @@ def rows_first(x: Tensor) -> Tensor:
 # ---- torch's kernels -------------------------------------------------------------------------------------------
 
 
-def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: float, softcap: float, flat: bool) -> str:
+def kernel_for(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Given,
+    causal: bool,
+    p: float = 0.0,
+    softcap: float = 0.0,
+    flat: bool = False,
+) -> str:
     """The kernel of torch that takes the call: ``cpu``, ``cudnn``, ``flash``, ``efficient``, or none (``""``).
 
     The answer is the same forward and backward: torch is asked as for a call that has gradients.
@@ -74,9 +91,7 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, mask: Given, causal: bool, p: fl
         return ""
     if q.device.type == "cpu":
         return "cpu"
-    width = max(q.shape[-1], v.shape[-1])
-    if width % 8:
-        return ""
+    width = kernel_width(q, v)
     q, k, v = (t if t.shape[-1] == width else t.new_empty((*t.shape[:-1], width)) for t in (q, k, v))
     with torch.enable_grad():
         return _cuda_kernel(q if q.is_inference() else q.detach().requires_grad_(), k, v, mask, causal)
@@ -125,8 +140,8 @@ def forward_by(
 ) -> tuple[Tensor, Tensor]:
     """The forward by the named kernel. ``how`` is that of :func:`forward_by_hand`."""
     bias, like, width = _bias(q, k, mask, kernel) if kernel else None, q, v.shape[-1]
-    if kernel and width != q.shape[-1]:
-        scale, (q, k, v) = scale_of(q, scale), of_one_width(q, k, v)
+    if kernel:
+        scale, (q, k, v) = of_one_width(scale, q, k, v)
     made: tuple[Any, ...]
     if kernel == "cpu":
         op = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -152,8 +167,8 @@ def backward_by(
     with the scale (see :func:`backward_by_hand`)."""
     (q, k, v), scale = qkv, how[0]
     bias = _bias(q, k, mask, kernel) if kernel else None
-    if kernel and q.shape[-1] != v.shape[-1]:
-        scale, (q, k, v, grad, out) = scale_of(q, scale), of_one_width(q, k, v, grad, out)
+    if kernel:
+        scale, (q, k, v, grad, out) = of_one_width(scale, q, k, v, grad, out)
     logsumexp = logsumexp.contiguous()  # flash takes any other without an error, and gives wrong gradients
     state = [torch.empty((), dtype=torch.int64, device=q.device)] * 2  # of dropout, which no kernel does here
     made: Sequence[Tensor]

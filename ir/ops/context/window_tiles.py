@@ -18,6 +18,7 @@ from torch import Tensor
 from ..computing.library import Ints
 from .causal_rows import box_places
 from .plain_attention import Given, wide
+from .striped_rows import places_of_stripes, ranges_of
 
 SMALLEST, LARGEST, PAIRS = 128, 1024, 2**22
 """Numbers of rows of a tile: a quarter of the keys that a row sees, between these, and of no more pairs than this."""
@@ -73,7 +74,7 @@ def tiles(
     """
     (left, right), (rows, keys) = reach(causal, window), (q.shape[2], k.shape[2])
     places = [*box_places((*q.shape[:3], keys), box, q.device)]
-    ranges = _ranges((*q.shape[:3], keys), box)
+    ranges = ranges_of((*q.shape[:3], keys), box)
     plain = all(len(each) == 3 for each in ranges[2:])
     span = min(max(left + right, 1), max(keys, 1))
     size = max(min(span // 4, LARGEST, PAIRS // span), SMALLEST) if plain else max(rows, 1)
@@ -114,14 +115,6 @@ def _segments(ranges: Sequence[Sequence[int]], rows: int, keys: int, own: Ints) 
     return [(0, first, keys_from, keys_to), (first, last, 0, keys), (last, rows, keys_from, keys_to)]
 
 
-def _ranges(shape: Sequence[int], box: Ints) -> list[list[int]]:
-    """Of each dim the size, start and length of its ranges, from either form of a box."""
-    if len(box) <= len(shape):
-        return [[length, first, length] for first, length in zip(box or [0] * 4, shape, strict=True)]
-    rest = iter(box)
-    return [[next(rest) for _ in range(3 * next(rest))] for _ in shape]
-
-
 def forward_by_tiles(q: Tensor, k: Tensor, v: Tensor, parts: Parts, forward: Forward) -> tuple[Tensor, Tensor]:
     """The result ``[b h s v]``, laid out as the queries, and the logsumexp ``[b h s]``."""
     out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else q.new_empty((*q.shape[:3], v.shape[-1]))
@@ -136,7 +129,7 @@ def own_rows(tensors: Sequence[Tensor], box: Ints, own: Ints) -> list[Tensor]:
     """Of queries, keys and values at ``box`` those at the places ``[first, number]``: all, where these are empty."""
     if not own:
         return [*tensors]
-    ranges = _ranges((*tensors[0].shape[:3], tensors[1].shape[2]), box)
+    ranges = ranges_of((*tensors[0].shape[:3], tensors[1].shape[2]), box)
     starts = ranges[2][1], ranges[3][1], ranges[3][1]
     return [each.narrow(2, own[0] - start, own[1]) for each, start in zip(tensors, starts, strict=True)]
 
@@ -172,7 +165,11 @@ def backward_by_tiles(
 def seen_pairs(shape: Sequence[int], causal: bool, window: Ints, box: Ints, own: Ints = ()) -> int:
     """The number of pairs of a query and a key that it sees, of scores ``[b h s t]`` at ``box``; all, where rows or
     keys are no contiguous range."""
-    ranges, (left, right), (rows, keys) = _ranges(shape, box), reach(causal, window), shape[2:]
+    parts = places_of_stripes(shape, box)
+    if len(parts) > 1:
+        sizes = ((*shape[:2], part.stop - part.start, shape[3]) for part, _ in parts)
+        return sum(seen_pairs(size, causal, window, at) for size, (_, at) in zip(sizes, parts, strict=True))
+    ranges, (left, right), (rows, keys) = ranges_of(shape, box), reach(causal, window), shape[2:]
     if not all(len(each) == 3 for each in ranges[2:]):
         return rows * keys
     apart, found = ranges[2][1] - ranges[3][1], 0
