@@ -22,20 +22,34 @@ from typing import Any
 import torch
 from torch import fx
 
-from shardfx.ir.dim_sharding import Part
+from shardfx.ir.dim_sharding import Part, bounds
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, Node, Output, OutputKind, Value, substitute
-from shardfx.ir.ops import comm, pack
+from shardfx.ir.ops import comm, memory_ops, pack
+from shardfx.ir.ops.comm_local import Site
+from shardfx.ir.ops.local_ops import COLLECTING
+from shardfx.ir.ops.loop import loop_ops
 from shardfx.ir.ops.pools import transfer
-from shardfx.ir.ops.table import OwnOp
+from shardfx.ir.ops.table import OwnOp, RankEmit
 from shardfx.ir.rules.book import Contiguous, RuleBook, perform
 from shardfx.ir.rules.local import Emit, NodeShard, gives_list
+from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import Spec
 
 from .devices import CPU, is_device_specific, on_device
 from .loops.induction_variables import with_induction_variables
-from .loops.loop_nest import PlannedLoop, loop_axes, loop_nest, looped_parts, uniform_runs
-from .loops.lower_loops import LoopWriter
+from .loops.loop_nest import (
+    PlannedLoop,
+    iteration_place,
+    iteration_rows,
+    loop_axes,
+    loop_nest,
+    looped_parts,
+    nodes_of,
+    uniform_runs,
+    varies_over,
+)
+from .loops.loop_regions import close_loop
 from .loops.schedule_actions import local_ends, rank_actions
 from .rank_program import RankProgram
 
@@ -136,6 +150,16 @@ def lower(
 
 
 @dataclass
+class OpenLoop:
+    """A loop that is being written: its first call, and its results by value."""
+
+    begin: fx.Node
+    left: dict[Value, Any] = field(default_factory=dict)
+    behind: list[tuple[Value, Callable[[], Any]]] = field(default_factory=list)
+    """What is made of collected values, once iterations are done."""
+
+
+@dataclass
 class Lowering:
     """Writes the fx graph of one rank."""
 
@@ -152,7 +176,7 @@ class Lowering:
     def __post_init__(self) -> None:
         self.mesh = self.graph.mesh
         self.coords = {**dict.fromkeys(loop_axes(self.mesh), 0), **self.mesh.coords(self.rank), **self.iterations}
-        self.loops = LoopWriter(self)
+        self._open: dict[str, OpenLoop] = {}
         self._shapes: dict[tuple[Any, Spec], tuple[int, ...]] = {}
         self._groups: dict[tuple[str, ...], str] = {}
 
@@ -206,9 +230,93 @@ class Lowering:
     def step(self, step: Node | PlannedLoop) -> None:
         """Write a node, or a loop."""
         if isinstance(step, PlannedLoop):
-            self.loops.write(step)
+            self.loop(step)
         else:
             self.node(step)
+
+    def loop(self, loop: PlannedLoop) -> None:
+        """Write the steps of a loop, and its begin and end."""
+        axis = loop.axis
+        self.current = None
+        opened = OpenLoop(self.call(loop_ops.begin, axis, self.mesh[axis].size, []))
+        before = dict(self.env)
+        self._open[axis] = opened
+        if loop.order:
+            opened.begin.args = (*opened.begin.args, loop.order)
+        for name, steps in loop.units or (("", loop.steps),):
+            if name:
+                self.current = None
+                self.call(loop_ops.action, opened.begin, name)
+            full = self._take_shards(axis, steps)
+            for step in steps:
+                self.step(step)
+                for value in step.outs if isinstance(step, Node) else ():
+                    if value in loop.ends:
+                        self._give_out(value)
+            self.env.update(full)  # another action takes its own
+        self.current = None
+        close_loop(self.fx, opened.begin)
+        del self._open[axis]
+        self.env.clear()
+        self.env.update(before | opened.left)
+        for value, make in opened.behind:
+            self.current = value.node
+            self.env[value] = make()
+
+    def _take_shards(self, axis: str, steps: Sequence[Node | PlannedLoop]) -> dict[Value, Any]:
+        """Slice inputs that are sharded over the axis for this iteration, for some steps; gives what was known of
+        them."""
+        nodes = nodes_of(steps)
+        taken = dict.fromkeys(value for node in nodes for value in node.operands if value.node is None)
+        before = {value: self.env[value] for value in taken}
+        for value in taken:
+            assert value.spec is not None
+            for dim, sharding in enumerate(value.spec.dims):
+                if axis in sharding.axes:
+                    rows = iteration_rows(value.spec, value.shape, self.mesh, self.coords, axis, dim)
+                    self.env[value] = self.call(loop_ops.slice_of, self.env[value], dim, *rows)
+        return before
+
+    def _give_out(self, value: Value) -> None:
+        """Write an iteration's part of an output to its place."""
+        assert value.spec is not None
+        place = iteration_place(value.spec, value.shape, self.mesh, self.coords)
+        dims, starts, lengths = list(place), [at[0] for at in place.values()], [at[1] for at in place.values()]
+        shape = list(held_shape(value.spec, value.shape, self.mesh, self.rank))
+        outermost = next(axis for axis in self._open if varies_over(axis, value))
+        memory = self._before(outermost, memory_ops.empty, shape, value.type.dtype, str(self.device))
+        made = self.call(loop_ops.write, memory, self.env[value], dims, starts, lengths, gives=shape)
+        self._open[outermost].left[value] = made
+
+    def _collects(self, node: Node) -> bool:
+        """Whether a node sums or concatenates a value over the iterations."""
+        axes = node.kwargs.get("axes", ())
+        return node.op in (comm.all_reduce, comm.all_gather) and any(self.mesh[axis].loop for axis in axes)
+
+    def _collected(self, emit: RankEmit) -> list[Any]:
+        """Accumulate (or reduce otherwise) a value over the iterations, or concatenate its slices."""
+        site = Site(emit)
+        (axis,), (out,) = site.axes, emit.node.outs
+        opened, dtype, device = self._open[axis], out.type.dtype, emit.device
+        if emit.node.op is comm.all_reduce:
+            collect, first = COLLECTING[site.reduce]
+            memory = self._before(axis, memory_ops.filled, site.shape, fitting(first, dtype), dtype, device)
+            made = emit.call(collect, memory, emit.args[0], gives=site.shape)
+        else:
+            full = site.local_view(site.target)
+            memory = self._before(axis, memory_ops.empty, full, dtype, device)
+            local = bounds(site.view[site.dim], site.target.dims[site.dim].axes, self.mesh, emit.coords)[0]
+            start, length = bounds(site.view[site.dim], site.source.dims[site.dim].axes, self.mesh, emit.coords)
+            made = emit.call(loop_ops.write, memory, emit.args[0], [site.dim], [start - local], [length], gives=full)
+            if full != site.shape:
+                opened.behind.append((out, lambda: self.call(aten.reshape.default, made, list(site.shape))))
+        opened.left[out] = made
+        return [made]
+
+    def _before(self, axis: str, target: Any, *args: Any) -> torch.fx.Node:
+        """Write a call before the iterations of an axis."""
+        with self.fx.inserting_before(self._open[axis].begin):
+            return self.call(target, *args)
 
     def node(self, node: Node) -> None:
         """Write this rank's version of a node."""
@@ -217,7 +325,7 @@ class Lowering:
             there = self.env.__getitem__ if node.op.fetches else self._there
             value_of = self.env.get if node.op is comm.send else there  # it is another rank's, perhaps
             emit = LocalEmit(node, self.mesh, self.coords, tuple(value_of(v) for v in node.operands), {}, self)
-            made = self.loops.collected(emit) if self.loops.collects(node) else node.op.local(emit)
+            made = self._collected(emit) if self._collects(node) else node.op.local(emit)
             self.env.update(zip(node.outs, made, strict=True))
             return
         entry = self.book.entry(node.op)
@@ -275,3 +383,13 @@ def identifier(name: str) -> str:
     """A Python name for a dotted one: ``layers.0.weight`` is ``layers_0_weight``, ``0.weight`` is ``_0_weight``."""
     made = re.sub(r"\W", "_", name)
     return f"_{made}" if made[0].isdigit() or keyword.iskeyword(made) else made
+
+
+def fitting(number: float, dtype: torch.dtype) -> float | int:
+    """A number clamped to a dtype's range: the largest there is for infinity."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return number
+    info = torch.iinfo(dtype) if dtype is not torch.bool else None
+    if number == 0 or info is None:
+        return int(number > 0)
+    return info.max if number > 0 else info.min

@@ -17,9 +17,7 @@ from shardfx.ir.errors import Error
 from shardfx.ir.graph import Input, Node, Output
 from shardfx.ir.mesh import Mesh
 
-from .loops.loop_regions import loop_role
-from .loops.nested_modules import attribute, inlined, nested
-from .rank_module import NodeOrigin, RankModule
+from .rank_module import NodeOrigin, RankModule, attribute, inlined
 
 
 @dataclass(eq=False)
@@ -41,20 +39,7 @@ class RankProgram:
 
     def into_module(self) -> RankModule:
         """The program as a ``GraphModule`` that takes over its graph, which nobody else may use."""
-        comments = self.comments()
-        return RankModule.of(*self._with_units(self.graph, comments, self.constants), self.rank)
-
-    def _with_units(
-        self, graph: fx.Graph, comments: Mapping[str, str], constants: Mapping[str, Any]
-    ) -> tuple[fx.Graph, Mapping[str, str], Mapping[str, Any]]:
-        """A graph in which iterations are calls of modules, the comments, and what a module of it holds."""
-        if not any(loop_role(node) for node in graph.nodes):
-            return graph, comments, constants
-        outer, units = nested(graph)
-        modules = {
-            name: RankModule.of(*self._with_units(unit, comments, {}), self.rank) for name, unit in units.items()
-        }
-        return outer, comments, {**constants, **modules}
+        return RankModule.of(self.graph, self.comments(), self.constants, self.rank)
 
     def comments(self) -> dict[str, str]:
         """Comments of code lines: the origin of each call, the placement of an input."""

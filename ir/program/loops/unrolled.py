@@ -26,13 +26,13 @@ from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import memory_ops, pack
 from shardfx.ir.ops.local_ops import COLLECTING, row_of
 from shardfx.ir.ops.loop import loop_ops
+from shardfx.ir.program.lower import fitting
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import Spec
 
 from .loop_nest import iteration_place, iteration_rows, loop_axes
 from .loop_regions import loop_role
-from .lower_loops import fitting
 
 c10d = torch.ops._c10d_functional
 REDUCTION: dict[Any, tuple[str, float]] = {collect: (reduce, first) for reduce, (collect, first) in COLLECTING.items()}
@@ -161,7 +161,7 @@ class _Unrolling:
         """An iteration's shard of an input."""
         args: Any = node.args
         source, dim, start, length = args
-        if not isinstance(source, fx.Node) or source not in self.taken or not self._reaches(source):
+        if not isinstance(source, fx.Node) or source not in self.taken:
             raise NotALoop(f"{node.name} is an iteration's part of what is no input", node)
         start, length = self._number((start, length), node)
         left = [loop for loop in self.open if loop.args[0] in self._loop_axes_of(source) - self.taken[source]]
@@ -209,16 +209,11 @@ class _Unrolling:
 
     def _number(self, arg: Any, node: fx.Node) -> Any:
         def known(each: fx.Node) -> Any:
-            if each not in self.env or isinstance(self.env[each], fx.Node) or not self._reaches(each):
+            if each not in self.env or isinstance(self.env[each], fx.Node):
                 raise NotALoop(f"{each.name} is no number of these iterations", node)
             return self.env[each]
 
         return fx.map_arg(arg, known)
-
-    def _reaches(self, used: fx.Node) -> bool:
-        """Whether a value may be used here: the iterations that made it have not ended."""
-        made = self.inside[used][: len(self.inside[used]) - len(self.left.get(used, ()))]
-        return made == tuple(self.open[: len(made)])
 
     def _group(self, node: fx.Node, name: str) -> str:
         """The group of this iteration's rank with the same iterations of others."""
@@ -232,8 +227,6 @@ class _Unrolling:
             raise NotALoop(f"{used.name} is memory that iterations collect into, and is used otherwise", node)
         if any(loop in self.open for loop in self.left.get(used, ())):
             raise NotALoop(f"{used.name} is used in the iterations that collect it", node)
-        if not self._reaches(used):
-            raise NotALoop(f"{used.name} is used behind its iterations, which do not collect it", node)
         if used in self.taken and (missing := self._loop_axes_of(used) - self.taken[used]):
             what = f"{used.name} holds what all iterations of {', '.join(sorted(missing))} have, and is used unsharded"
             raise NotALoop(what, node)
