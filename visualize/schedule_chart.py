@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardfx.ir.schedule.actions import KINDS
-from shardfx.ir.schedule.simulation import Simulation, Span
+from shardfx.ir.schedule.simulation import ScheduleReport, Span
 from shardfx.ir.timing.simulate import RankTimeline
 
 from .style import FAINT, INK, MUTED, PAGE, PAPER, RULE, width
@@ -31,7 +31,7 @@ HATCH = (
 
 
 def draw_schedule(
-    of: Simulation,
+    of: ScheduleReport,
     path: str | Path,
     title: str,
     rows: Sequence[int] = (),
@@ -79,7 +79,7 @@ def _cell(lane: Rect, span: Span, scale: float) -> Rect:
     return Rect(lane.x + span.start * scale, lane.y, span.length * scale, lane.h)
 
 
-def _lane(canvas: Canvas, of: Simulation, name: str, rank: int, lane: Rect, scale: float) -> None:
+def _lane(canvas: Canvas, of: ScheduleReport, name: str, rank: int, lane: Rect, scale: float) -> None:
     """One rank: hatched, its actions on it, and the share of the step in which it is idle."""
     canvas.text(lane.x - 12, lane.middle + 4, name, size=TEXT, bold=True, anchor="end")
     idle = 1 - of.busy[rank] / of.step if of.step else 0.0
@@ -135,7 +135,7 @@ def _axis(canvas: Canvas, step: float, area: Rect, scale: float) -> float:
     return y + 17
 
 
-def _legend(canvas: Canvas, of: Simulation, y: float, sends: bool) -> None:
+def _legend(canvas: Canvas, of: ScheduleReport, y: float, sends: bool) -> None:
     """The kinds of actions, the bubble, and the meaning of lighter colours."""
     entries = [(COLOURS[kind], KINDS[kind]) for kind in COLOURS if any(action.kind == kind for action in of.schedule)]
     entries.append(("url(#idle)", "bubble"))

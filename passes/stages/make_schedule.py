@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 
 from shardfx.ir.errors import Error
 from shardfx.ir.schedule.actions import Action, Schedule
-from shardfx.ir.schedule.dependencies import needs
 from shardfx.ir.schedule.simulation import (
     COSTS,
     KEEPS,
@@ -17,6 +16,7 @@ from shardfx.ir.schedule.simulation import (
     check_number,
     check_schedule,
     cost_table,
+    needs,
 )
 
 from .known_schedules import SCHEDULES, PipelineSize, ScheduleMaker

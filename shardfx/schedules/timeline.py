@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from shardfx.ir.graph import Graph
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.schedule.actions import KINDS, Action, Schedule
-from shardfx.ir.schedule.simulation import COSTS, Costs, Simulation, Span
+from shardfx.ir.schedule.simulation import COSTS, Costs, ScheduleReport, Span
 from shardfx.ir.timing.rank_tasks import rank_tasks
 from shardfx.ir.timing.simulate import RankTimeline, simulate_ranks
 from shardfx.memory.rank_memory import RankMemory
@@ -37,11 +37,9 @@ class StreamEvent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline(Simulation):
+class Timeline(ScheduleReport):
     """When each action of a schedule starts and ends, with a picture and a trace."""
 
-    before: tuple[Span, ...] = ()
-    """For each row what is done once, before all micro-batches."""
     places: tuple[int, ...] = ()
     """For each rank its row; none: the ranks are the rows."""
     courses: tuple[RankTimeline, ...] = ()
@@ -76,6 +74,11 @@ class Timeline(Simulation):
         """What a rank does on its streams."""
         row = self.schedule.rows[self._rows[rank]]
         return [action_event(action, segment) for action in row for segment in self.segments(action)]
+
+    @property
+    def before(self) -> tuple[Span, ...]:
+        """For each row what is done once, before all micro-batches."""
+        return tuple(course.before for course in self.courses)
 
     @property
     def _rows(self) -> tuple[int, ...]:
@@ -140,12 +143,10 @@ class PlanTimeline(Timeline):
     mesh: Mesh
     planned: Schedule | None = None
     """The schedule of the plan: ``schedule`` is what ranks really do, with their updates."""
-    interrupted: Mapping[Action, tuple[Span, ...]] = field(default_factory=dict)
-    """When actions are done that others interrupt: micro-batches that are interleaved."""
 
     def segments(self, action: Action) -> tuple[Span, ...]:
-        """From when to when an action is done."""
-        return self.interrupted.get(action) or super().segments(action)
+        """From when to when an action is done: in parts, where micro-batches are interleaved."""
+        return self.courses[self.schedule.rank_of(action.stage)].segments.get(action) or super().segments(action)
 
     @cached_property
     def step(self) -> float:
@@ -250,7 +251,6 @@ def plan_timeline(
     return PlanTimeline(
         schedule,
         spans,
-        tuple(course.before for course in courses),
         places,
         courses,
         memory=tuple(peaks[place] for place in places),
@@ -259,9 +259,6 @@ def plan_timeline(
         machine=machine,
         mesh=mesh,
         planned=graph.pipeline.schedule if graph.pipeline is not None else None,
-        interrupted={
-            action: spans for course in courses for action, spans in course.segments.items() if len(spans) > 1
-        },
     )
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import shardfx as sx
 from shardfx.cli import main
-from shardfx.ir.schedule.dependencies import dependencies
+from shardfx.ir.schedule.simulation import dependencies
 from shardfx.passes.stages import SCHEDULES, list_schedule
 from shardfx.visualize.schedule_chart import tint
 

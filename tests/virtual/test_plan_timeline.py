@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 import shardfx as sx
 from shardfx.ir.cost.machine import Level, Machine
 from shardfx.ir.mesh import Link
-from shardfx.ir.schedule.dependencies import dependencies
+from shardfx.ir.schedule.simulation import dependencies
 from shardfx.ir.timing.rank_tasks import Purpose, RankTask
 from shardfx.ir.timing.simulate import simulate_ranks
 
