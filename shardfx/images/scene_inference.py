@@ -89,7 +89,9 @@ def predict_scene(
     from rich.progress import Progress
 
     done = ProgressFile(state, {} if state is None else _run_of(pm, scene.shape, wanted, sizes), bool(pm._this_rank))
-    pm._agree_on("predicting a scene", {"scene": str(tuple(scene.shape)), "window": str(sizes), "done": str(done)})
+    told = {"scene": str(tuple(scene.shape)), "window": str(sizes), "done": str(done)}
+    with pm._together("predicting a scene", told):
+        pass
     left = [each for each in windows if each.number not in done]
     with Progress(transient=True, disable=not progress or bool(pm._this_rank)) as bar:
         task = bar.add_task("windows", total=len(windows), completed=len(windows) - len(left))

@@ -330,7 +330,8 @@ class TileDataset(Dataset[tuple[torch.Tensor, ...]]):
         if self._pm is not None and self._rank == self._pm._this_rank:
             shapes = [tuple(getattr(part, "shape", ())) for scene in self._scenes for part in scene]
             told = {"samples": said, "scenes": f"{len(self)} of shapes {shapes}", "augment": ", ".join(self._augment)}
-            self._pm._agree_on("reading the tiles of an epoch", told)
+            with self._pm._together("reading the tiles of an epoch", told):
+                pass
         self._passes += 1
         return self._passes << 32
 

@@ -13,7 +13,6 @@ from torch import nn
 from shardfx.ir.capture.frontend.model_preparation import STATE
 from shardfx.ir.errors import Error
 from shardfx.module.model_state import ModelState
-from shardfx.module.optimizer_hooks import watch_optimizers
 
 if TYPE_CHECKING:
     from shardfx.module.source_model import SourceModel
@@ -230,13 +229,6 @@ class ProxyRoot(ModelProxy):
         )
 
 
-def watch(state: ModelState) -> None:
-    """Hook optimizers of stored parameters."""
-    update = state.compiled.captured.update
-    stepped = {n for group in update.groups for n in group.names} if update else ()
-    watch_optimizers(state.store, stepped)
-
-
 class ProxyTree:
     """The proxy tree of the model's modules under ``root``, and the stored tensors in it."""
 
@@ -259,7 +251,6 @@ class ProxyTree:
         Whoever walks the modules finds them in the order of ``named_parameters()``: a copy that is held by a module of
         somebody else's (``AveragedModel``) is compared with them one by one.
         """
-        watch(state)
         self._placed = []
         order = {name: i for i, name in enumerate(self.names)}
         for name, parameter in sorted(state.store.parameters.items(), key=lambda named: order.get(named[0], 0)):

@@ -14,7 +14,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,28 +33,43 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
+Norm = Callable[[Mapping[str, Tensor], float], Tensor]
+"""The norm of gradients by name, of which each rank gives its own."""
+
+
+class StoredParameter(NamedTuple):
+    """What is known of a stored parameter: its name, whether a program steps it; on real ranks the DTensor view of its
+    shard, if it is sharded, and the norm of its gradient with others."""
+
+    name: str
+    is_stepped: bool
+    shown: DTensorShard | None
+    norm: Callable[[], Norm | None] | None
+
+
+_stored: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _hooks: list[Any] = []
-_stepped = WeakIdKeyDictionary()
-"""The parameters that a program steps."""
-_shown = WeakIdKeyDictionary()
-"""The DTensor view of each parameter's shard."""
+_torch_norm: list[Any] = []
 _local_steps: WeakKeyDictionary[Optimizer, tuple[Optimizer, dict[Tensor, Tensor]]] = WeakKeyDictionary()
 """While an optimizer steps: its copy on local shards, and the local shard of each parameter."""
 ELEMENTWISE = frozenset("SGD Adam AdamW NAdam RAdam Adamax Adagrad Adadelta RMSprop Rprop ASGD".split())
 """The optimizers of torch whose step of an element depends on that element alone."""
 
 
-def watch_optimizers(store: Store, stepped: Collection[str] = ()) -> None:
+def watch_parameters(store: Store, stepped: Collection[str], norm: Norm) -> None:
     """Hook optimizers of a store's parameters: of DTensors, whose local shards are stepped; and of what the program
-    steps (the names ``stepped``)."""
+    steps (the names ``stepped``). On real ranks torch computes norms of their gradients by ``norm``, a method of their
+    owner."""
+    owner = weakref.WeakMethod(norm) if store.rank is not None else None
     for name, parameter in store.parameters.items():
-        if name in stepped:
-            _stepped[parameter] = True
-        if (shown := store.shown(name)) is not None:
-            _shown[parameter] = shown
-    if (_shown or stepped) and not _hooks:
+        _stored[parameter] = StoredParameter(name, name in stepped, store.shown(name), owner)
+    if (stepped or owner is not None) and not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
+    if owner is not None and not _torch_norm:
+        inside: Any = clip_grad
+        _torch_norm.append(inside._get_total_norm)
+        inside._get_total_norm = utils.get_total_norm = functools.wraps(_torch_norm[0])(_total_norm)
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
@@ -67,7 +82,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if isinstance(optimizer, ProgramOptimizer):  # which says itself that it is a part of the program
         return None
     parameters = parameters_of(optimizer)
-    if any(p in _stepped for p in parameters):
+    stored = [_stored[p] for p in parameters if p in _stored]
+    if any(each.is_stepped for each in stored):
         raise Error(
             f"{type(optimizer).__name__} steps parameters that have an optimizer in the program",
             where=f"{type(optimizer).__name__}.step()",
@@ -76,7 +92,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    if closure is None and any(p in _shown for p in parameters) and _may_step_locally(optimizer):
+    if closure is None and any(each.shown is not None for each in stored) and _may_step_locally(optimizer):
         return _begin_local_step(optimizer, args, kwargs)
     return None
 
@@ -105,7 +121,8 @@ def _begin_local_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     parameter."""
     local: dict[Tensor, Tensor] = {}
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict, optimizer.state)
-    for p, shown in ((p, _shown[p]) for p in parameters_of(optimizer) if p in _shown):
+    stored = ((p, _stored[p].shown) for p in parameters_of(optimizer) if p in _stored)
+    for p, shown in ((p, shown) for p, shown in stored if shown is not None):
         known = state.pop(p, {})
         if any(isinstance(each, Tensor) and shown.plain(each) is None for each in (p, p.grad, *known.values())):
             return None
@@ -123,11 +140,11 @@ def _begin_local_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 def _end_local_step(optimizer: Optimizer, twin: Optimizer, local: Mapping[Tensor, Tensor]) -> None:
     """Copy states and options back, states placed as their parameters are."""
     for p, own in local.items():
-        current = optimizer.state[p]
+        current, shown = optimizer.state[p], _stored[p].shown
         for key, new in twin.state.pop(own, {}).items():
-            if key not in current or _local(_shown[p], current[key]) is not new:
+            if key not in current or _local(shown, current[key]) is not new:
                 alike = isinstance(new, Tensor) and new.dim() and new.shape == own.shape
-                current[key] = _shown[p].wrap(new) if alike else new
+                current[key] = shown.wrap(new) if alike else new
     optimizer.state.update(twin.state)
     for group, made in zip(optimizer.param_groups, twin.param_groups, strict=True):
         group.update({key: value for key, value in made.items() if key != "params"})
@@ -141,23 +158,6 @@ def _local(shown: DTensorShard, value: Any) -> Any:
 # ---- norms
 
 
-Norm = Callable[[Mapping[str, Tensor], float], Tensor]
-"""The norm of gradients by name, of which each rank gives its own."""
-_owners = WeakIdKeyDictionary()
-"""The norm function, and the name, of each parameter."""
-_torch_norm: list[Any] = []
-
-
-def watch_norms(store: Store, norm: Norm) -> None:
-    """Have torch compute norms of these parameters' gradients by ``norm``, a method of their owner."""
-    owner = weakref.WeakMethod(norm)
-    _owners.update({parameter: (owner, name) for name, parameter in store.parameters.items()})
-    if not _torch_norm:
-        inside: Any = clip_grad
-        _torch_norm.append(inside._get_total_norm)
-        inside._get_total_norm = utils.get_total_norm = functools.wraps(_torch_norm[0])(_total_norm)
-
-
 def _total_norm(
     tensors: Tensor | Iterable[Tensor],
     norm_type: float = 2.0,
@@ -165,11 +165,11 @@ def _total_norm(
     foreach: bool | None = None,
 ) -> Tensor:
     grads = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    known = {id(p.grad): owner for p, owner in _owners.items() if p.grad is not None}
+    known = {id(p.grad): stored for p, stored in _stored.items() if stored.norm and p.grad is not None}
     mine: dict[str, Tensor] = {}
     for grad in grads:
         if id(grad) in known:
-            norm, name = known[id(grad)]
+            name, _, _, norm = known[id(grad)]
             mine[name] = grad
     rest = [grad for grad in grads if id(grad) not in known]
     if not mine:

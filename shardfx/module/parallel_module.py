@@ -18,7 +18,7 @@ from shardfx.module.call_signature import CallReader, reject_traces
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState, stamp_state_dicts
 from shardfx.module.module_tree import ProxyTree
-from shardfx.module.optimizer_hooks import watch_norms
+from shardfx.module.optimizer_hooks import watch_parameters
 from shardfx.module.optimizer_states import LOADED, SAVED, carry_over, joined, sharding
 from shardfx.module.planned_module import PlannedModule
 from shardfx.module.program_optimizer import ProgramOptimizer
@@ -81,8 +81,9 @@ class ParallelModule(PlannedModule):
 
     def _register(self) -> None:
         self._tree.register(self._state)
-        if self._store.rank is not None:
-            watch_norms(self._store, self._norm)
+        update = self._compiled.captured.update
+        stepped = {name for group in update.groups for name in group.names} if update is not None else ()
+        watch_parameters(self._store, stepped, self._norm)
 
     def _new_programs(self, compiled: Compiled) -> Programs:
         return Programs(compiled, self._target, self._store, self._compiling)
@@ -174,10 +175,15 @@ class ParallelModule(PlannedModule):
             return self._variants.run(call, *around, beside, optimizer.options() if optimizer is not None else None)
 
     @contextmanager
-    def _together(self, what: str, anew: bool = False) -> Iterator[None]:
-        """Agree with all ranks on an operation; ``anew``: it loads all that is stored."""
+    def _together(self, what: str, words: Mapping[str, str] | None = None, anew: bool = False) -> Iterator[None]:
+        """Agree with all ranks on an operation, in ``words`` by subject; ``anew``: it loads all that is stored.
+
+        Raises:
+            Error: on every rank, with both sides, where ranks say different words.
+        """
+        said = {"runs": what, **(words or {})}
         with self._peers.calling():
-            self._peers.agree(what, lambda: {"runs": what}, anew=anew)
+            self._peers.agree(tuple(said.items()), lambda: said, anew=anew)
             yield
 
     def clip_grad_norm_(

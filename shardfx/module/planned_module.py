@@ -28,20 +28,17 @@ from shardfx.ir.program.rank_module import RankModule
 from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.schedule.actions import Schedule
-from shardfx.memory.formula import Sizes
-from shardfx.memory.rank_memory import RankMemory
+from shardfx.memory.rank_memory import RankMemory, Sizes
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.model_state import ModelState
 from shardfx.module.module_tree import ProxyRoot, ProxyTree
 from shardfx.module.programs import Programs
 from shardfx.module.specializations import Specializations
 from shardfx.plan import Plan, make_plan
-from shardfx.report.figures import Report
-from shardfx.report.make_report import make_report
+from shardfx.report.figures import Report, make_report
 from shardfx.rerun import after_each_pass, diff, verify_every_pass
 from shardfx.runtime.distributed.groups import is_dry_run
 from shardfx.runtime.distributed.peer_failure import tell_all
-from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.engine import Probe
 from shardfx.runtime.nan_debug import NanDebug
 from shardfx.runtime.recording import Recording
@@ -54,7 +51,6 @@ class PlannedModule(ProxyRoot):
     """A planned model, for inspection."""
 
     _compiled: Compiled
-    _peers: Peers
     _target: ExecutionTarget
     _state: ModelState
     _tree: ProxyTree
@@ -223,17 +219,6 @@ class PlannedModule(ProxyRoot):
     def _rule_book(self) -> RuleBook:
         """The rule book of the plan."""
         return self._compiled.context.rules
-
-    def _agree_on(self, what: str, words: Mapping[str, str]) -> None:
-        """Agree with all ranks on an operation, in words by subject; a collective call. ::
-
-            pm._agree_on("reading", {"seed": "0"})
-
-        Raises:
-            Error: on every rank, with both sides, where ranks say different words.
-        """
-        with self._peers.calling():
-            self._peers.agree((what, *words.items()), lambda: {"runs": what, **words})
 
     def tile(self, name: str, rank: int | None = None, halo: int = 0) -> tuple[slice, ...]:
         """A rank's part of an input, as slices of the global input: its tile of a sharded image. ::
