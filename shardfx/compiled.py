@@ -31,6 +31,11 @@ class Compiled:
         return subjects(self.captured.graph, self.after, {"the optimizer": [str(group.options) for group in groups]})
 
     @property
+    def trains(self) -> bool:
+        """Whether there is a loss."""
+        return any(output.kind is OutputKind.LOSS for output in self.after.outputs)
+
+    @property
     def has_gradients(self) -> bool:
         """Whether the plan is for training."""
         return any(output.kind is OutputKind.GRADIENT for output in self.after.outputs)

@@ -33,8 +33,7 @@ def check_gradients(model: nn.Module, compiled: Compiled) -> None:
         Error: there is a loss, and it depends on nothing that may be trained.
     """
     trainable = _trainable(model, compiled)
-    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs)
-    if not trains or gradients_of(compiled.after) >= set(trainable):
+    if not compiled.trains or gradients_of(compiled.after) >= set(trainable):
         return
     received = gradients_of(compiled.before)  # what a pass drops is for the proof to say
     lacking = [name for name in trainable if name not in received]

@@ -27,11 +27,10 @@ from shardfx.ir.shards import held_shape
 from shardfx.ir.spec import dim_order_of
 
 from .amounts import Cost, Work
-from .call_timeline import FIRST, At, CallTimeline, Scope, set_iteration_sizes
 from .curve import TOUCH, VIEW
 from .fake_calls import CallEffect, FakeCalls, Result, TensorLayout, call_error, leaves, map_nest
 from .flops import CAUSAL, MASKED
-from .footprint import Footprint, Storage, StoredTensor
+from .footprint import BUFFERS, FIRST, At, CallTimeline, Footprint, Scope, Storage, StoredTensor, set_iteration_sizes
 from .fusion import drop_inlined_values, inlined_values, is_computed, kernels, maker_of, root
 
 
@@ -358,14 +357,14 @@ class _Replay:
         if storage.category or node is None:
             return storage.category or "temporaries"
         if node.op is comm.all_gather and all(uncast(value) in self.parameters for value in node.operands):
-            return "gathered"
+            return "gathered parameters"
         if is_cast(node) and uncast(node.outs[0]) in self.parameters:
-            return "cast"
+            return "cast parameters"
         if isinstance(node.op, OwnOp) and node.op.fetches:
             return "fetched"
         if node.phase is Phase.FORWARD and storage.used_in is Phase.BACKWARD:
             return "activations"
-        return "communication" if is_comm(node) else "temporaries"
+        return BUFFERS if is_comm(node) else "temporaries"
 
 
 NOTHING, A_VIEW = Cost(), Cost({Work(0.0, 0.0, kind=VIEW): 1})

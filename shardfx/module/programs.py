@@ -66,7 +66,7 @@ USUAL = (TRAIN, LOSS, STEP, INFER)
 def usual_kinds(compiled: Compiled, training: bool | None = None) -> Kinds:
     """The default output kinds: of training (by default where there is a loss), with the optimizer's step if it is in
     the plan; or of inference."""
-    trains = any(output.kind is OutputKind.LOSS for output in compiled.after.outputs) if training is None else training
+    trains = compiled.trains if training is None else training
     return INFER if not trains else TRAIN if compiled.captured.update is None else STEP
 
 
@@ -136,11 +136,6 @@ class Programs:
         self.larger = self.of(compiled)
         self.larger.notes = self.notes
         return self.larger.step
-
-    @property
-    def trains(self) -> bool:
-        """Whether the model has a loss."""
-        return any(output.kind is OutputKind.LOSS for output in self.compiled.after.outputs)
 
     def kinds(self, training: bool | None = None) -> Kinds:
         """The default output kinds."""

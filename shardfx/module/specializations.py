@@ -252,7 +252,7 @@ class Specializations:
         if self.traces and self.known[0][1].compiled.captured.trace is None:
             self._trace_first(make)
         first, trace = self.known[0][1], self.known[0][1].compiled.captured.trace
-        trains = call.has_targets and first.trains
+        trains = call.has_targets and first.compiled.trains
         steps, learns = options is not None, trains and torch.is_grad_enabled()
         kinds = STEP if steps else INFER if not trains else TRAIN if learns else LOSS
         if with_results:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from shardfx.ir.cost.footprint import Peak, Storage
     from shardfx.ir.cost.machine import Machine
     from shardfx.memory.rank_memory import RankMemory
-    from shardfx.report.figures import CommRow, Report
-    from shardfx.report.report_rows import TileRow
+    from shardfx.report.figures import CommRow, Report, TileRow
 
 
 MOST_CAUSES, MOST_HOLDERS, MOST_LAYERS = 4, 6, 20

@@ -8,7 +8,7 @@ import pytest
 
 import shardfx as sx
 from shardfx.ir.text.parser import parse_graph
-from shardfx.report.make_report import comm_rows
+from shardfx.report.figures import comm_rows
 from tests.plans import MESHES, plan
 from tests.zoo import make
 
@@ -20,7 +20,8 @@ def pm() -> sx.ParallelModule:
 
 # ---- memory
 
-CATEGORIES = ("activations", "gathered", "gradients", "results", "new buffers", "communication", "kept", "temporaries")
+GATHERED, BUFFERS = "gathered parameters", "communication buffers"
+CATEGORIES = ("activations", GATHERED, "gradients", "results", "new buffers", BUFFERS, "temporaries")
 
 
 @pytest.mark.long

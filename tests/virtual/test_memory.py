@@ -130,7 +130,7 @@ def test_zero_3_gathers_at_most_two_segments_at_a_time() -> None:
     found = replay(sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True).rank_program(0))
     gathers = [call for call in found.calls if call.target is memory_ops.all_gather_into]
     assert len(gathers) == 8 + 7  # nobody asks for the gradient of the input
-    whole = [each for each in found.storages if each.category == "gathered" and each.kept]
+    whole = [each for each in found.storages if each.category == "gathered parameters" and each.kept]
     alive = [sum(each.nbytes for each in whole if each.born <= call <= each.last) for call in range(len(found.calls))]
     assert max(alive) <= 2 * 4 * 512 * 513
 
