@@ -5,8 +5,8 @@
 Hugging Face models of the shapes of Qwen3-MoE and Mixtral in bfloat16 on ``meta``, 4096 tokens a rank, experts over the
 8 ranks that shard the tokens. Bytes are those of the all-to-alls, by layer, forward and backward, in MB. The formula is
 four moves of the rows that go to other ranks, ``4 (1 - 1/ep) tokens k hidden 2``, without room that is not used;
-aim: at most 1.30 x. Peaks are those of the model, and of the experts of one layer alone with their router; aim of these:
-1.5 and 2.7 GB. ``--plan`` plans Qwen3-235B-A22B (94 layers, 128 experts) on ep 32 x dp 8; aim: 10 s.
+aim: at most 1.30 x. Peaks are those of the model, and of the experts of one layer alone with their router, at most 1.5
+and 2.7 GB. ``--plan`` plans Qwen3-235B-A22B (94 layers, 128 experts) on ep 32 x dp 8; aim: 10 s.
 """
 
 from __future__ import annotations
