@@ -19,9 +19,9 @@ from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.memory.budget import within_budget
 from shardfx.module.call_signature import autocast_around, reject_traces
 from shardfx.module.execution_target import ExecutionTarget
+from shardfx.module.model_state import SourceModel
 from shardfx.module.parallel_module import ParallelModule
 from shardfx.module.rule_checks import check_own_rules
-from shardfx.module.source_model import SourceModel
 from shardfx.module.specializations import Specializations
 from shardfx.module.state_checks import unwatched, watch_original
 from shardfx.passes import Pass
@@ -31,8 +31,7 @@ from shardfx.runtime.distributed.peers import Peers
 from shardfx.runtime.local_device import local_device
 from shardfx.runtime.verify.interface import without_content
 
-from .compile import capture_model, check_offload, compile_model, no_collection, trace_model
-from .compiled import Compiled
+from .compile import Compiled, capture_model, check_offload, compile_model, no_collection, trace_model
 from .gradients import check_gradients, check_scale, check_stepped, product, reject_half
 from .hints import Hints
 from .plugins import all_rules

@@ -6,7 +6,8 @@ import gc
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from shardfx.ir.capture.trace import Captured, capture
 from shardfx.ir.context.attention_masks import note_dense_masks
 from shardfx.ir.cost.machine import Machine
 from shardfx.ir.errors import Error
-from shardfx.ir.graph import Graph
+from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.names import pattern
 from shardfx.ir.ops.redistribute import Redistribution
@@ -56,12 +57,43 @@ from shardfx.passes.rank import Arena, RankPass, built_in
 from shardfx.passes.sharding.bind_hints import as_spec
 from shardfx.passes.unfold_repeats import PLANNED_WHOLE, of_those_there, why_whole
 from shardfx.plan import PlannedSpecs, as_said
+from shardfx.runtime.distributed.peers import Subjects, subjects
 from shardfx.runtime.verify.interface import without_content
 
-from .compiled import Compiled
-from .hints import Hints
+from .hints import Hints, specs_in_iterations, with_iterations
 from .plugins import as_passes, as_rank_passes
-from .schedules.accumulate import specs_in_iterations, with_iterations
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A captured model before and after its passes."""
+
+    hints: Hints
+    captured: Captured
+    after: Graph
+    context: PassContext
+    passes: tuple[Pass, ...]
+
+    def subjects(self) -> Subjects:
+        """What all ranks must have planned alike, as lines by subject."""
+        update = self.captured.update
+        groups = update.groups if update is not None else ()
+        return subjects(self.captured.graph, self.after, {"the optimizer": [str(group.options) for group in groups]})
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a loss."""
+        return any(output.kind is OutputKind.LOSS for output in self.after.outputs)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether the plan is for training."""
+        return any(output.kind is OutputKind.GRADIENT for output in self.after.outputs)
+
+    @cached_property
+    def before(self) -> Graph:
+        """The captured graph with all its blocks."""
+        return unfolded(self.captured.graph)
 
 
 def default_passes(hints: Hints) -> tuple[Pass, ...]:

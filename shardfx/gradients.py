@@ -14,7 +14,7 @@ from shardfx.ir.capture.canonical.mixed_precision import LossScale, MixedPrecisi
 from shardfx.ir.errors import Error, ShardfxWarning
 from shardfx.ir.graph import Graph, OutputKind
 
-from .compiled import Compiled
+from .compile import Compiled
 from .hints import Hints
 from .plan import some
 

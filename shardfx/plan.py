@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardfx.hints import Hints, specs_in_iterations
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, factors_text
 from shardfx.ir.mesh import Axis, Link, Mesh
@@ -38,11 +39,9 @@ from shardfx.passes.context_parallel import Context
 from shardfx.passes.expert_parallel import OF_OPS, Experts
 from shardfx.passes.pass_text import check_options
 from shardfx.passes.sharding.bind_hints import as_spec
-from shardfx.schedules.accumulate import specs_in_iterations
 
 if TYPE_CHECKING:
-    from shardfx.compiled import Compiled
-    from shardfx.hints import Hints
+    from shardfx.compile import Compiled
 
 
 FORMAT = "shardfx plan"

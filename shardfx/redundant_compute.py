@@ -28,7 +28,7 @@ from shardfx.ir.spec import Spec
 from shardfx.passes import Pipeline
 from shardfx.passes.replicated_spatial_ops import space_axes
 
-from .compiled import Compiled
+from .compile import Compiled
 from .hints import Hints
 
 LOST = 0.05

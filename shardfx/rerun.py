@@ -7,8 +7,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 
-from shardfx.compile import new_context, no_collection, own_constants
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled, new_context, no_collection, own_constants
 from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph, Value
 from shardfx.ir.rules.book import RuleBook

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from dataclasses import replace
 from functools import cache
 
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, OutputKind
 from shardfx.ir.ops import comm

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from shardfx.compile import default_rank_passes, no_collection, offloads, replanned
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled, default_rank_passes, no_collection, offloads, replanned
 from shardfx.hints import Hints, bytes_of
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.machine import Machine

@@ -14,7 +14,7 @@ from functools import cache, cached_property
 from itertools import accumulate, pairwise
 from math import inf
 
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled
 from shardfx.ir.cost.replay import source_of
 from shardfx.ir.graph import Graph, Node, OutputKind, Phase, Value
 from shardfx.ir.ops import comm
@@ -23,7 +23,7 @@ from shardfx.ir.schedule.simulation import live_microbatches
 from shardfx.ir.text.printer import size_text
 from shardfx.memory.candidates import Candidate, PlanSearch
 from shardfx.memory.rank_memory import stored_bytes
-from shardfx.memory.recompute_segments import sources
+from shardfx.memory.recompute_search import sources
 from shardfx.passes.stages import SearchedCounts, stages_as_planned
 from shardfx.passes.stages.assignment import OF_WEIGHTS, Assignment
 from shardfx.passes.stages.balance import MemoryBudget, balanced_split, smallest_split

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled
 from shardfx.hints import Hints
 from shardfx.ir.capture.frontend.dynamo import users_hooks
 from shardfx.ir.capture.frontend.model_preparation import refuse_hook

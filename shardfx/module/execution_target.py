@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled
 from shardfx.ir.errors import Error, did_you_mean
 from shardfx.ir.graph import Graph
 from shardfx.ir.ops.pools.pool_ops import moves_pool

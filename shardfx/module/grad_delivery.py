@@ -18,7 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import nn
 
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled
 from shardfx.gradients import gradients_of, is_pulled
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind

@@ -5,17 +5,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from shardfx.ir.capture.frontend.model_preparation import STATE
 from shardfx.ir.errors import Error
-from shardfx.module.model_state import ModelState
-
-if TYPE_CHECKING:
-    from shardfx.module.source_model import SourceModel
+from shardfx.module.model_state import ModelState, SourceModel
 
 WHOLE = ("generate", "save_pretrained", "push_to_hub")
 """Methods that want the full weights of the model."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled
 from shardfx.ir.capture.frontend.model_preparation import STATE, quiet_copies
 from shardfx.ir.errors import Error
 from shardfx.module.call_signature import CallReader, reject_traces

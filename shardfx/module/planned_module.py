@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from shardfx.compile import no_collection
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled, no_collection
 from shardfx.explain import Explanation, explain
 from shardfx.ir.cost.fake_calls import FakeCalls
 from shardfx.ir.cost.footprint import Footprint

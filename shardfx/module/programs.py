@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from shardfx.compile import default_rank_passes, no_collection, with_more_room
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled, default_rank_passes, no_collection, with_more_room
 from shardfx.gradients import product
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.errors import Error, ShardfxWarning

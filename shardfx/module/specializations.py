@@ -21,8 +21,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx, nn
 
-from shardfx.compile import capture_model, trace_model, traced_call
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled, capture_model, trace_model, traced_call
 from shardfx.gradients import is_pulled, product
 from shardfx.hints import Hints
 from shardfx.ir.capture.data_dependent import stored
@@ -62,8 +61,8 @@ from shardfx.module.grad_delivery import (
     vjp_call,
 )
 from shardfx.module.grad_delivery import gradients as gradients_of
+from shardfx.module.model_state import SourceModel
 from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
-from shardfx.module.source_model import SourceModel
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
 from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers

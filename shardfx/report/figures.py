@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from shardfx.compile import no_collection
+from shardfx.compile import Compiled, no_collection
 from shardfx.ir.cost.flops import flops_of
 from shardfx.ir.cost.node_cost import NodeCosts
 from shardfx.ir.cost.replay import source_of
@@ -32,8 +32,6 @@ from .console import render
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from shardfx.compiled import Compiled
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,7 @@ from torch import nn
 import shardfx as sx
 import shardfx.api
 import tests.plans
-from shardfx.compile import compile_model
-from shardfx.compiled import Compiled
+from shardfx.compile import Compiled, compile_model
 from shardfx.ir.capture.frontend.dynamo import DynamoTrace
 from shardfx.ir.capture.model_and_loss import leaf_names
 from shardfx.ir.rules.book import RuleBook

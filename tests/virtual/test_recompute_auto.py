@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import shardfx as sx
-from shardfx.memory.recompute_search import RecomputeChoice, cheapest, least_peak
-from shardfx.memory.recompute_segments import ModelSegment, OpGroup, SegmentKind
+from shardfx.memory.recompute_search import ModelSegment, OpGroup, RecomputeChoice, SegmentKind, cheapest, least_peak
 from tests.plans import MESHES, plan
 from tests.virtual.test_memory import blocks
 from tests.zoo import make
