@@ -39,7 +39,7 @@ class GraphBuilder:
         self.where = Where()
         self.phase = Phase.FORWARD
         self.seed: Value | None = None
-        self.random = 0
+        self.random, self.shared = 0, False
         self.drawn: dict[Value, Call] = {}
         """What stands for random numbers of torch's, and by which call torch draws them."""
         self._moves: dict[Any, Any] = {}
@@ -47,10 +47,10 @@ class GraphBuilder:
     def add(self, op: Any, args: tuple[Any, ...], types: Any = None, **kwargs: Any) -> Any:
         """Append a node; returns its one result, or the list of them. Types are inferred unless passed.
 
-        A view or transpose that is there already is used again: what is made of it (a gathered copy, say) is
-        then made once.
+        A view or transpose, or what is ``shared``, that is there already is used again: what is made of it (a gathered
+        copy, say) is then made once.
         """
-        if op in MOVES:
+        if op in MOVES or self.shared:
             key = (op, *(id(a) if isinstance(a, Value) else repr(a) for a in args), repr(kwargs))
             if key not in self._moves:
                 self._moves[key] = self._append(op, args, types, kwargs)

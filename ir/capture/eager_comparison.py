@@ -34,7 +34,7 @@ from shardfx.ir.spec import as_it_lies
 from .canonical.batch_norms import BatchNorm, BatchParts
 from .convert import ProgramNames
 from .data_dependent import stored
-from .frontend.model_preparation import Scopes, copied, python_state_restored
+from .frontend.model_preparation import Scopes, copied, python_state_restored, stand_in
 from .graph_interpreter import interpret
 
 aten = torch.ops.aten
@@ -186,13 +186,9 @@ def output_name(output: Output) -> str:
 @contextmanager
 def _stand_ins(program: nn.Module) -> Iterator[None]:
     """Within, a program has copies of its parameters and buffers, which may be changed and have no hooks."""
-    made: dict[int, Tensor] = {}
-
-    def stand_in(tensor: Tensor) -> Tensor:
-        own = tensor.detach().clone()
-        return nn.Parameter(own, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else own
-
-    tensors = {name: made.setdefault(id(each), stand_in(each)) for name, each in stored(program).items()}
+    own = stored(program)
+    made = {id(each): stand_in(each, each.detach().clone()) for each in own.values()}
+    tensors = {name: made[id(each)] for name, each in own.items()}
     with _reparametrize_module(program, tensors):
         yield
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -117,18 +118,16 @@ def _normalised(x: Tensor, tensors: Sequence[Tensor | None], how: Sequence[Any])
     return made
 
 
-OWN, USUAL = nn.SyncBatchNorm.forward, _BatchNorm.forward
+USUAL = _BatchNorm.forward
 
 
 @contextmanager
 def plain_batch_norms() -> Iterator[None]:
     """Within, ``SyncBatchNorm`` is a plain batch norm, on any device, for what is captured has all rows; and one with
     ``momentum=None`` computes with its count of batches, and does not ask for its content."""
-    nn.SyncBatchNorm.forward = _BatchNorm.forward = _batch_norm  # type: ignore[method-assign]
-    try:
+    synchronized = mock.patch.object(nn.SyncBatchNorm, "forward", _batch_norm)
+    with synchronized, mock.patch.object(_BatchNorm, "forward", _batch_norm):
         yield
-    finally:
-        nn.SyncBatchNorm.forward, _BatchNorm.forward = OWN, USUAL  # type: ignore[method-assign]
 
 
 def _batch_norm(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -91,11 +92,8 @@ class OwnGradients:
             found = type.__getattribute__(kind, name)
             return self._noted(kind, found) if name == "forward" else found
 
-        FunctionMeta.__getattribute__ = read  # type: ignore[method-assign, assignment]
-        try:
+        with mock.patch.object(FunctionMeta, "__getattribute__", read):
             yield
-        finally:
-            del FunctionMeta.__getattribute__
 
     def _noted(self, kind: type[Function], forward: Callable[..., Any]) -> Callable[..., Any]:
         """The forward of a function: where ``apply`` calls it, its results are those of one op."""
@@ -161,14 +159,10 @@ def transforms_refused() -> Iterator[None]:
     Raises:
         Error: one is begun.
     """
-    before = [getattr(place, name) for place, name, _ in INSIDE]
-    for place, name, refusal in INSIDE:
-        setattr(place, name, refusal.instead_of(getattr(place, name)))
-    try:
+    with ExitStack() as stack:
+        for place, name, refusal in INSIDE:
+            stack.enter_context(mock.patch.object(place, name, refusal.instead_of(getattr(place, name))))
         yield
-    finally:
-        for (place, name, _), was in zip(INSIDE, before, strict=True):
-            setattr(place, name, was)
 
 
 class Refusal(NamedTuple):

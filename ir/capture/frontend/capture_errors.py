@@ -33,7 +33,7 @@ def reject_unknown_shapes(exported: torch.fx.GraphModule, guarded: bool) -> None
 
 
 def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
-    got = next((said for word, said in IN_WORDS.items() if word in got), "") + got
+    got = next((said for word, said in DATA_DEPENDENT.items() if said and word in got), "") + got
     mask = "use a mask and torch.where instead of nonzero(), boolean indexing, .item() or `if tensor`"
     guard = "Hints(guard=True) captures what the model does for the examples, and checks it at every call"
     return DataDependent(
@@ -47,27 +47,16 @@ def _data_dependent(where: str | None, got: str, guarded: bool) -> Error:
     )
 
 
-DATA_DEPENDENT = (
-    "GuardOnDataDependent",
-    "DataDependentOutput",
-    "DynamicOutputShape",
-    "MetadataMismatch",
-    "data-dependent",
-    "Could not guard",
-    "_local_scalar_dense",
-    "nonzero",
-    "non-nested SymInt",
-    ".numpy() is not supported",
-    "u0",
-)
-IN_WORDS = {
+DATA_DEPENDENT = {
     "GuardOnDataDependent": "a branch by, or a number of, what a tensor holds: ",
     "DataDependentOutput": "a number that a tensor holds: ",
     "non-nested SymInt": "a number that a tensor holds, as a member of a set or a key: ",
     ".numpy() is not supported": "what a tensor holds, as an array: ",
     "MetadataMismatch": "an op of which torch does not know what it makes of the examples: ",
     "DynamicOutputShape": "a result whose shape follows from what a tensor holds: ",
+    **dict.fromkeys(("data-dependent", "Could not guard", "_local_scalar_dense", "nonzero", "u0"), ""),
 }
+"""What torch says of data-dependent code, and what that is in words."""
 FOREIGN = "convert all Tensors to FakeTensors"
 
 

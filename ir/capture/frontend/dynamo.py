@@ -40,7 +40,16 @@ from ..data_dependent import stored
 from ..model_and_loss import leaf_names
 from ..source_locations import LOSS, OWN, PREFIX, is_user_file
 from .loss_module import Rebound
-from .model_preparation import CODE, INSTALLED, Scopes, is_installed, marked, python_state_restored, quiet_fake_tensors
+from .model_preparation import (
+    CODE,
+    INSTALLED,
+    Scopes,
+    empty_as,
+    is_installed,
+    python_state_restored,
+    quiet_fake_tensors,
+    stand_in,
+)
 from .routed_experts import experts_routed
 
 
@@ -252,8 +261,13 @@ def trace_call(
     tensors = {i: _example(each) for i, each in made.items() if not each.meta["number"]}
     _name_modules(graph, model, loss)
     markers = [torch.empty(()) if i in tensors else 0 for i in range(len(outputs))]
-    number = {id(markers[i]): i for i in tensors}
+    known_outputs = {id(markers[i]): i for i in tensors}
     own = stored(model)
+    of_weights = {id(each): name for name, each in reversed([*own.items()])}
+    inputs = reversed([*leaf_names(*fake_call[2:5]), *others.items()])
+    placeholders = (node for node in graph.graph.nodes if node.op == "placeholder")
+    places = dict(zip(names, placeholders, strict=True))
+    given = known_outputs, of_weights | {id(leaf): name for name, leaf in inputs}, graph, places
     names_in_code = frozenset(name for code in out.graph_capture_output.traced_code for name in _names_in(code))
     methods = _methods(model, out.graph_capture_output.traced_code)
     closures = {f"{kind}.{name}": each for kind, name, each in methods if not is_installed(kind)}
@@ -261,19 +275,18 @@ def trace_call(
     with python_state_restored(model, loss, scopes):
         result = code(lambda *_: list(markers), fake_call)
         flat, tree = pytree.tree_flatten(result[-1])
-        given = _OutputNumbers(graph, names, own, others, fake_call, number)
-        order = [given.number(each) for each in (*result[:-1], *flat) if isinstance(each, Tensor)]
-        weights = frozenset(given.weights)
+        order = [_output_number(each, *given) for each in (*result[:-1], *flat) if isinstance(each, Tensor)]
+        weights = frozenset(number for of, number in known_outputs.items() if of in of_weights)
         now = dict(model.named_buffers(remove_duplicate=False))
         there = own if known is None else known
-        buffers = {n: given.number(b) for n, b in now.items() if n in there and n in own and b is not own[n]}
+        buffers = {n: _output_number(b, *given) for n, b in now.items() if n in there and n in own and b is not own[n]}
         kept = [i for i in sorted(tensors) if i not in order and i not in buffers.values()]
         leaves = tuple("tensor" if isinstance(each, Tensor) else each for each in flat)
         del result, flat
         keeps = bool(kept) or any(sys.getrefcount(markers[i]) > UNKEPT for i in order if i in tensors)
     return DynamoTrace(
         graph,
-        given.names,
+        tuple(places),
         (*order, *kept),
         buffers,
         frozenset(i for i, each in tensors.items() if each.requires_grad),
@@ -345,56 +358,32 @@ class GeneratedCode:
             self._here.run = before
 
 
-class _OutputNumbers:
-    """The numbers of tensors among a graph's outputs; inputs and weights that a model gives or keeps itself become
-    outputs. ``weights`` are the numbers of weights."""
+def _output_number(
+    tensor: Tensor, known: dict[int, int], names: Mapping[int, str], graph: fx.GraphModule, places: dict[str, fx.Node]
+) -> int:
+    """The number of a tensor among a graph's outputs. An input or weight that a model gives or keeps itself, of which
+    ``names`` has the name, becomes one; ``places`` are the placeholders.
 
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        names: Sequence[str],
-        own: Mapping[str, Tensor],
-        others: Mapping[str, Tensor],
-        call: TracedCall,
-        known: Mapping[int, int],
-    ) -> None:
-        self._graph, self._known, self.weights = graph, dict(known), set[int]()
-        inputs = [*leaf_names(call.args, call.kwargs, call.targets), *others.items()]
-        self._inputs = {id(leaf): name for name, leaf in reversed(inputs)}
-        self._own = {id(each): name for name, each in reversed([*own.items()])}
-        placeholders = (node for node in graph.graph.nodes if node.op == "placeholder")
-        self._nodes = dict(zip(names, placeholders, strict=True))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the graph's placeholders."""
-        return tuple(self._nodes)
-
-    def number(self, tensor: Tensor) -> int:
-        """The number of a tensor.
-
-        Raises:
-            Error: the code neither makes nor reads it.
-        """
-        if (number := self._known.get(id(tensor))) is not None:
-            return number
-        name = self._inputs.get(id(tensor)) or self._own.get(id(tensor))
-        if name is None:
-            raise Error(
-                "the model gives a tensor that it neither computes nor is passed",
-                expected="what it computes, its inputs, parameters and buffers",
-                got=f"one of shape {tuple(tensor.shape)}",
-                remedy="register it as a buffer",
-            )
-        if name not in self._nodes:  # nothing is computed with it
-            with self._graph.graph.inserting_before(next(n for n in self._graph.graph.nodes if n.op != "placeholder")):
-                self._nodes[name] = self._graph.graph.placeholder(f"given_{len(self._nodes)}")
-        outputs = _outputs(self._graph)
-        self._graph.graph.output_node().args = ((*outputs, self._nodes[name]),)
-        self._known[id(tensor)] = len(outputs)
-        if id(tensor) in self._own:
-            self.weights.add(len(outputs))
-        return len(outputs)
+    Raises:
+        Error: the code neither makes nor reads it.
+    """
+    if id(tensor) in known:
+        return known[id(tensor)]
+    name = names.get(id(tensor))
+    if name is None:
+        raise Error(
+            "the model gives a tensor that it neither computes nor is passed",
+            expected="what it computes, its inputs, parameters and buffers",
+            got=f"one of shape {tuple(tensor.shape)}",
+            remedy="register it as a buffer",
+        )
+    if name not in places:  # nothing is computed with it
+        with graph.graph.inserting_before(next(node for node in graph.graph.nodes if node.op != "placeholder")):
+            places[name] = graph.graph.placeholder(f"given_{len(places)}")
+    outputs = _outputs(graph)
+    graph.graph.output_node().args = ((*outputs, places[name]),)
+    known[id(tensor)] = len(outputs)
+    return len(outputs)
 
 
 def _names_in(code: CodeType) -> Sequence[str]:
@@ -457,19 +446,16 @@ class FakeWeights:
         for name, tensor in weights.items():
             if id(tensor) in self.by_id or (known is not None and name not in known):
                 continue
-            is_parameter = isinstance(tensor, nn.Parameter)
-            casts = compute is not None and is_parameter and tensor not in kept
-            made = self._fake(tensor, compute.dtype if compute is not None and casts else None)
-            if is_parameter:
-                made = nn.Parameter(made, tensor.requires_grad if trainable is None else name in trainable)
-            made = marked(made, tensor)
+            casts = isinstance(tensor, nn.Parameter) and tensor not in kept
+            fake = self._fake(tensor, compute.dtype if compute is not None and casts else None)
+            made = stand_in(tensor, fake, None if trainable is None else name in trainable)
             self.by_id[id(tensor)] = made
             self.names[id(made)] = name
 
     def _fake(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype if dtype is not None and tensor.dtype.is_floating_point else tensor.dtype
         with torch.no_grad(), self.mode:
-            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
+            return empty_as(tensor, "cpu", dtype)
 
     def inputs(self, tree: Any, dtype: torch.dtype | None) -> Any:
         """Inputs with fakes in place of tensors, floating ones in a ``dtype``: one for each place."""
@@ -488,22 +474,17 @@ class FakeWeights:
     @contextmanager
     def installed(self, model: nn.Module, loss: object) -> Iterator[None]:
         """Replace the parameters and buffers of a module and its loss by the fakes, within the context."""
-        modules = [*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
-        places: list[dict[str, Any]] = [each for m in modules for each in (m._parameters, m._buffers)]
-        before = [dict(tensors) for tensors in places]
-        recurrent = [(m, m._flat_weights) for m in modules if isinstance(m, nn.RNNBase)]
-        for tensors in places:
-            tensors.update((name, self.by_id.get(id(each), each)) for name, each in tensors.items())
-        for module, weights in recurrent:  # which keep a list of their parameters
-            vars(module)["_flat_weights"] = [self.by_id.get(id(each), each) for each in weights]
-        try:
-            with loss.bound() if isinstance(loss, Rebound) else nullcontext():
-                yield
-        finally:
-            for tensors, was in zip(places, before, strict=True):
-                tensors.update(was)
-            for module, weights in recurrent:
-                vars(module)["_flat_weights"] = weights
+        with ExitStack() as stack:
+            for module in (*model.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())):
+                places: tuple[dict[str, Any], ...] = module._parameters, module._buffers
+                for tensors in places:
+                    own = {name: self.by_id[id(each)] for name, each in tensors.items() if id(each) in self.by_id}
+                    stack.enter_context(mock.patch.dict(tensors, own))
+                if isinstance(module, nn.RNNBase):  # which keeps a list of its parameters
+                    flat = [self.by_id.get(id(each), each) for each in module._flat_weights]
+                    stack.enter_context(mock.patch.object(module, "_flat_weights", flat))
+            stack.enter_context(loss.bound() if isinstance(loss, Rebound) else nullcontext())
+            yield
 
     @contextmanager
     def numbers(self, call: TracedCall, sources: Collection[str]) -> Iterator[None]:
@@ -559,24 +540,19 @@ def _tracing(changing: Collection[str]) -> Iterator[None]:
     }
     if hasattr(config, "trace_autograd_ops"):  # from torch 2.12 on
         options["trace_autograd_ops"] = True
-    validates = torch.distributions.Distribution._validate_args
-    torch.distributions.Distribution.set_default_validate_args(False)
-    try:
-        sources = compiler_config.patch(dynamic_sources=",".join(changing))  # type: ignore[attr-defined]
-        with (
-            get_metrics_context(),
-            config.patch(options),
-            sources,
-            without_function_modes(),
-            _without_hooks_of_torch(),
-            plain_batch_norms(),
-            warnings.catch_warnings(),
-        ):
-            warnings.simplefilter("ignore")
-            with _disable_current_modes(), quiet_fake_tensors():
-                yield
-    finally:
-        torch.distributions.Distribution.set_default_validate_args(validates)
+    with (
+        get_metrics_context(),
+        config.patch(options),
+        compiler_config.patch(dynamic_sources=",".join(changing)),  # type: ignore[attr-defined]
+        mock.patch.object(torch.distributions.Distribution, "_validate_args", False),
+        without_function_modes(),
+        _without_hooks_of_torch(),
+        plain_batch_norms(),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")
+        with _disable_current_modes(), quiet_fake_tensors():
+            yield
 
 
 @contextmanager

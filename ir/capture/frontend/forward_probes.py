@@ -17,6 +17,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +45,7 @@ class CheckpointedModules:
     def noting(self, model: nn.Module, traced: bool) -> Iterator[None]:
         """Within, checkpoints of the model's code are recorded; of several runs those of the first, which leaves no
         block out. Those that are ``traced`` save nothing: how they do is no part of the model."""
-        inside: Any = torchs
-        generator, function = getattr(inside, GENERATOR), inside.CheckpointFunction
+        generator, function = getattr(torchs, GENERATOR), torchs.CheckpointFunction
         called_in = nullcontext if self.calls or self.others else partial(self._called, model)
 
         def noted(called: Any, *rest: Any, **options: Any) -> Iterator[None]:
@@ -56,13 +56,9 @@ class CheckpointedModules:
             with called_in():
                 return _reentrant(called, *rest) if traced else function.apply(called, *rest)
 
-        setattr(inside, GENERATOR, noted)
-        inside.CheckpointFunction = SimpleNamespace(apply=applied)
-        try:
+        reentrant = mock.patch.object(torchs, "CheckpointFunction", SimpleNamespace(apply=applied))
+        with reentrant, mock.patch.object(torchs, GENERATOR, noted):
             yield
-        finally:
-            setattr(inside, GENERATOR, generator)
-            inside.CheckpointFunction = function
 
     @contextmanager
     def _called(self, model: nn.Module) -> Iterator[None]:

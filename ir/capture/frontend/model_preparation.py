@@ -10,9 +10,9 @@ import sysconfig
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from traceback import walk_tb
 from typing import Any, NoReturn, TypeVar
 from unittest import mock
@@ -89,10 +89,22 @@ def without_weights(model: nn.Module) -> nn.Module:
     """A copy of the module tree on ``meta``: tied weights stay tied, and tensors that are no weights are the same."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        memo[id(tensor)] = marked(nn.Parameter(made, tensor.requires_grad) if is_parameter else made, tensor)
+        memo[id(tensor)] = stand_in(tensor, empty_as(tensor, "meta"))
     return shared_copy(model, memo)
+
+
+def empty_as(tensor: torch.Tensor, device: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """An empty tensor that lies as another one."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype or tensor.dtype, device=device)
+
+
+def stand_in(tensor: torch.Tensor, made: torch.Tensor, trains: bool | None = None) -> torch.Tensor:
+    """The tensor ``made`` in the place of another one: a parameter if that is one, with its marks, and training as it
+    does unless said."""
+    trains = tensor.requires_grad if trains is None else trains
+    if isinstance(tensor, nn.Parameter):
+        return marked(nn.Parameter(made, trains), tensor)
+    return marked(made.requires_grad_(trains), tensor)
 
 
 def shared_copy(model: nn.Module, memo: dict[int, object] | None = None) -> nn.Module:
@@ -282,7 +294,13 @@ def on_cpu(
     if mode is None and all(t.device.type == "cpu" for t in everything):
         return model, distinct
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
-    there: Callable[[torch.Tensor], torch.Tensor] = _copy if real else partial(_fake, mode=mode)
+
+    def there(tensor: torch.Tensor) -> torch.Tensor:
+        if real or tensor.device.type == "cpu":
+            return stand_in(tensor, tensor.detach().cpu()) if real else tensor
+        with mode:
+            return stand_in(tensor, empty_as(tensor, "cpu"))
+
     memo: dict[int, object] = {id(t): there(t) for t in (*model.parameters(), *model.buffers())}
     distinct = [there(t) for t in distinct]
     model = copied(model, memo)
@@ -304,15 +322,10 @@ def without_overlap(tensor: torch.Tensor) -> torch.Tensor:
 def quiet_fake_tensors() -> Iterator[None]:
     """Within, torch does not log what fake tensors refuse, which is an error anyway."""
     names = "torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes"
-    logs = [logging.getLogger(name) for name in names]
-    before = [log.disabled for log in logs]
-    for log in logs:
-        log.disabled = True
-    try:
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(logging.getLogger(name), "disabled", True))
         yield
-    finally:
-        for log, was in zip(logs, before, strict=True):
-            log.disabled = was
 
 
 @contextmanager
@@ -340,32 +353,7 @@ def _reject_empty(model: nn.Module, tensors: Sequence[torch.Tensor]) -> None:
         )
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor on the CPU."""
-    made = tensor.detach().cpu()
-    if isinstance(tensor, nn.Parameter):
-        return marked(nn.Parameter(made, tensor.requires_grad), tensor)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
-    """A fake CPU tensor for one of another device; CPU tensors as they are."""
-    if tensor.device.type == "cpu":
-        return tensor
-    with mode:
-        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        made = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return marked(made.requires_grad_(tensor.requires_grad), tensor)
-
-
-HOOKS = {
-    "_backward_hooks": "a backward hook",
-    "_backward_pre_hooks": "a backward hook",
-}
-PARAMETER_HOOKS = {
-    "_backward_hooks": "a hook",
-    "_post_accumulate_grad_hooks": "a post-accumulate hook",
-}
+PARAMETER_HOOKS = {"_backward_hooks": "a hook", "_post_accumulate_grad_hooks": "a post-accumulate hook"}
 
 
 def reject_module(model: nn.Module) -> None:
@@ -432,13 +420,12 @@ def reject_backward_hooks(model: nn.Module) -> None:
     Raises:
         Error: there is one, of a module or of all.
     """
-    remedy = "register it on pm, or compute that in forward"
-    for attribute, what in HOOKS.items():
-        if getattr(nn.modules.module, f"_global{attribute}"):
-            refuse_hook("all modules", what, remedy)
-        for path, module in model.named_modules():
-            if getattr(module, attribute, None):
-                refuse_hook(f"{path or 'the model'} ({type(module).__name__})", what, remedy)
+    every, remedy = nn.modules.module, "register it on pm, or compute that in forward"
+    if every._global_backward_hooks or every._global_backward_pre_hooks:
+        refuse_hook("all modules", "a backward hook", remedy)
+    for path, module in model.named_modules():
+        if module._backward_hooks or module._backward_pre_hooks:
+            refuse_hook(f"{path or 'the model'} ({type(module).__name__})", "a backward hook", remedy)
 
 
 COLLECTIVE = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")

@@ -111,8 +111,6 @@ class UpdateBuilder(GraphBuilder):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph.mesh)
         self.graph, self.phase = graph, Phase.UPDATE
-        self.shared = False
-        self._known: dict[Any, Any] = {}
         self._constants: dict[tuple[fx.GraphModule, str], Value] = {}
 
     def constant(self, module: fx.GraphModule, name: str) -> Value:
@@ -122,14 +120,6 @@ class UpdateBuilder(GraphBuilder):
             type = TensorType(tuple(constant.shape), constant.dtype)
             self._constants[module, name] = self.input(InputKind.CONSTANT, f"constant.{number}", type, constant)
         return self._constants[module, name]
-
-    def _append(self, op: Any, args: tuple[Any, ...], types: Any, kwargs: dict[str, Any]) -> Any:
-        if not self.shared:
-            return super()._append(op, args, types, kwargs)
-        key = (op, *(id(a) if isinstance(a, Value) else repr(a) for a in args), repr(kwargs))
-        if key not in self._known:
-            self._known[key] = super()._append(op, args, types, kwargs)
-        return self._known[key]
 
 
 class _UpdateWriter:

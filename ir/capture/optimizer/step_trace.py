@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.utils._pytree as pytree
@@ -146,16 +147,10 @@ OF_ONE_NUMBER = frozenset(
 def as_compiled() -> Iterator[None]:
     """Optimizers keep their numbers in tensors where ``torch.compile`` is at work. A number that is read out of a
     tensor is a tensor still, of Python's precision, and so is the least or largest of two."""
-    flag, low, high, item = torch.compiler._is_compiling_flag, builtins.min, builtins.max, Tensor.item
-    torch.compiler._is_compiling_flag = True
-    builtins.min, builtins.max = _either(low, torch.minimum), _either(high, torch.maximum)
-    Tensor.item = _number  # type: ignore[assignment, method-assign]
-    try:
+    low, high = _either(builtins.min, torch.minimum), _either(builtins.max, torch.maximum)
+    compiling = mock.patch.object(torch.compiler, "_is_compiling_flag", True)
+    with compiling, mock.patch.multiple(builtins, min=low, max=high), mock.patch.object(Tensor, "item", _number):
         yield
-    finally:
-        torch.compiler._is_compiling_flag = flag
-        builtins.min, builtins.max = low, high
-        Tensor.item = item  # type: ignore[method-assign]
 
 
 def _number(tensor: Tensor) -> Tensor:
