@@ -150,7 +150,7 @@ def record(
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     abstract = {name: outcomes.abstract(tensor) for name, tensor in state.items()}
     inputs = [outcomes.abstract(tensor) for tensor in tensors]
-    trace = OpTrace(abstract, inputs, outcomes)
+    trace = OpTrace(abstract, inputs, outcomes, lists)
 
     def enter(path: str) -> None:
         if (place := _block_of(path, lists)) is not None:
@@ -181,13 +181,18 @@ def content(tensor: torch.Tensor) -> tuple[Any, ...] | None:
 
 
 class OpTrace(TorchDispatchMode):
-    """Records every op that is called, below autograd."""
+    """Records every op that is called, below autograd. A cast of a block's parameter, made before the first block as
+    mixed precision does it, belongs to that block."""
 
     def __init__(
-        self, stored: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], outcomes: OutcomeCache
+        self,
+        stored: Mapping[str, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        outcomes: OutcomeCache,
+        lists: Sequence[str],
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._outcomes = outcomes
+        self._outcomes, self._lists = outcomes, lists
         self.segments: dict[BlockIndex, list[TracedOp]] = {None: []}
         self.order: list[BlockIndex] = []
         self._at: BlockIndex = None
@@ -209,10 +214,18 @@ class OpTrace(TorchDispatchMode):
             self.segments.setdefault(place, [])
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and self._at is None and id(args[0]) in self._stored:
+            self._at = _block_of(self._stored[id(args[0])], self._lists)
+            try:
+                return self._called(func, args, kwargs or {})
+            finally:
+                self._at = None
+        return self._called(func, args, kwargs or {})
+
+    def _called(self, func: Any, args: Any, kwargs: Any) -> Any:
         words = self._words((args, kwargs))
         out = self._outcomes.of(func, args, kwargs)
-        calls = self.segments[self._at]
+        calls = self.segments.setdefault(self._at, [])
         leaves = [out] if isinstance(out, torch.Tensor) else tree_leaves(out)
         for i, tensor in enumerate(leaves):
             if isinstance(tensor, torch.Tensor):

@@ -80,10 +80,11 @@ LEFT_OUT = [Repeat("blocks", 2, DEPTH - 4)]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("variant", ["dropout", "between"])
+@pytest.mark.parametrize("variant", ["dropout", "between", "mixed precision"])
 def test_folded_graph_equals_the_unfolded_one(variant: str) -> None:
-    short = capture(Stack(variant), Mesh(dp=2), **given(True))  # type: ignore[arg-type]
-    whole = capture(Stack(variant), Mesh(dp=2), **given(True), fold=False)  # type: ignore[arg-type]
+    how = given(True) | ({"compute": sx.MixedPrecision(torch.bfloat16)} if variant == "mixed precision" else {})
+    short = capture(Stack(variant), Mesh(dp=2), **how)  # type: ignore[arg-type]
+    whole = capture(Stack(variant), Mesh(dp=2), **how, fold=False)  # type: ignore[arg-type]
     assert short.graph.repeats == tuple(LEFT_OUT) and not short.graph.notes
     assert len(short.graph.nodes) < len(whole.graph.nodes)
     assert str(parse_graph(str(short.graph))) == str(short.graph)
