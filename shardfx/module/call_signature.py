@@ -341,7 +341,7 @@ def _passing_of(step: ProgramRunner, inp: Input, tensor: torch.Tensor) -> Passed
             f"a rank passes a part of {inp.name}, whose rows are sharded in stripes",
             expected=f"the global batch, {list(inp.value.shape)}",
             got=list(shape),
-            remedy="pass that; or turn stripes off, with Context(..., stripes=1), which a ring has by default",
+            remedy="pass that; or turn stripes, the default of this Context, off: Context(..., stripes=1)",
         )
     return Passed.EITHER if shape == inp.value.shape else Passed.PART
 
