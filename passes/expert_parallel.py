@@ -26,17 +26,18 @@ from typing import Any, ClassVar
 
 import torch
 
-from shardfx.ir.dim_sharding import REPLICATED, DimSharding, Part, compound, project, without
+from shardfx.ir.dim_sharding import REPLICATED, DimSharding
 from shardfx.ir.errors import Error, did_you_mean
-from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Value, substitute
+from shardfx.ir.graph import Graph, InputKind, Node, Value, substitute
 from shardfx.ir.ops.experts.dispatch import expert_rows, expert_slots, parts_mm, parts_outer, take_rows
 from shardfx.ir.ops.experts.routed_product import routed_mm, routed_outer
 from shardfx.ir.rewriter import Rewriter
-from shardfx.ir.rules.strategy import factor_shardings, partial_operands
+from shardfx.ir.rules.strategy import factor_shardings
 from shardfx.ir.spec import Spec, TensorType
 
 from .base import SHARDED, Pass, PassContext, RuleCache, is_within
 from .context_parallel import Context
+from .token_blocks import TokenBlocks, add_overflow, is_filled, overflow
 
 aten = torch.ops.aten
 ROUTED = (routed_mm, routed_outer)
@@ -117,7 +118,7 @@ class ExpertParallel(Pass):
             if node.op in ROUTED:
                 groups.setdefault(node.operands[2], []).append(node)
         parameters = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
-        lost, changed = None, False
+        lost, changed = overflow(graph), False
         for ids, nodes in groups.items():
             made = RoutedRows(graph, context, ids, nodes, parameters, self._capacity(nodes[0], context))
             if made.why_not:
@@ -125,8 +126,7 @@ class ExpertParallel(Pass):
                 continue
             made.convert(lost)
             lost, changed = made.lost, True
-        if lost is not None:
-            graph.outputs.append(Output(OutputKind.OVERFLOW, LOST, lost, Spec.replicated(0)))
+        add_overflow(graph, LOST, lost)
         if changed:
             graph.rename()
         return changed
@@ -193,7 +193,7 @@ def _origin(value: Value) -> Value:
     return value
 
 
-class RoutedRows:
+class RoutedRows(TokenBlocks):
     """The rows of the tokens that share some ids, and all that is computed of them."""
 
     def __init__(
@@ -205,40 +205,21 @@ class RoutedRows:
         parameters: set[Value],
         capacity: float,
     ) -> None:
-        self.graph, self.cache, self.mesh = graph, context.cache, graph.mesh
-        self.rewriter, self.users = Rewriter(graph, context.rules), graph.users()
         self.ids, self.nodes = ids, nodes
-        self.count, self.each = ids.shape
         self.experts = next(node.operands[1].shape[0] for node in nodes if node.op is routed_mm)
-        assert ids.spec is not None
-        self.tokens = ids.spec.dims[0]
         known = [_axes_of(node.operands[1], parameters) for node in nodes if node.op is routed_mm]
-        axes = [axis for axis in max(known, key=len) if self._extent(axis) > 1]
-        d_axes = [axis for axis in self.tokens.axes if axis not in axes and self._extent(axis) > 1]
-        self.e_axes = [axis for axis in axes if axis in self.tokens.axes]
-        extent = self.mesh.extent
-        self.d, self.e, self.p = extent(d_axes), extent(self.e_axes), extent(axes)
-        self.of_d, self.of_e, self.of_p = (DimSharding(tuple(each)) for each in (d_axes, self.e_axes, axes))
-        held = [Part(self._extent(axis), (axis,) * (axis not in self.e_axes)) for axis in axes]
-        self.of_own = compound(held, self.mesh) if held else REPLICATED
-        """Of the parts, before they are sent: sharded where tokens are replicated."""
-        self.t = self.count // (self.d * self.e)
+        super().__init__(graph, context, ids, max(known, key=len))
         pairs = self.t * self.each
         self.room = pairs if capacity >= self.p else min(pairs, math.ceil(capacity * pairs / self.p))
         self.rows: dict[Value, Value] = {}
         """By a value of pairs of a token and an expert, its rows by expert."""
-
-    def _extent(self, axis: str) -> int:
-        return self.mesh.extent((axis,))
 
     @property
     def why_not(self) -> str:
         """Why rows cannot be sorted by expert: ranks would not have equally many tokens, or experts."""
         if self.experts % self.p:
             return f"{self.p} ranks do not divide {self.experts} experts"
-        parts = self.tokens.sub(self.count)
-        even = self.tokens.rows is None and all(each.size % self.mesh.extent(each.axes) == 0 for each in parts)
-        return "" if even else f"{self.d * self.e} ranks do not divide {self.count} tokens"
+        return "" if self.is_even else f"{self.d * self.e} ranks do not divide {self.count} tokens"
 
     def convert(self, lost: Value | None) -> None:
         """Convert all products, and what is computed of their rows alone; count rows that are ``lost``, too."""
@@ -295,7 +276,7 @@ class RoutedRows:
         shape = (self.count, self.each)
         if not node.outs or any(value.type.ndim < 3 or value.shape[:2] != shape for value in node.outs):
             return False
-        tensors = [value for value in node.operands if value.type.ndim and not _is_filled(value)]
+        tensors = [value for value in node.operands if value.type.ndim and not is_filled(value)]
         if not tensors or not rows.issuperset(tensors):
             return False
         rule = self.cache.rule(node)
@@ -322,9 +303,7 @@ class RoutedRows:
         if self.room < self.t * self.each:
             sums = self._call(node, aten.sum.dim_IntList, counts, [3])
             more = self._call(node, aten.sub.Tensor, sums, self.room)
-            own = self._call(node, aten.sum.default, self._call(node, aten.clamp.default, more, 0))
-            none = lost or self._call(node, aten.mul.Tensor, own, 0)  # so that the first layer is like the others
-            self.lost = self._call(node, aten.add.Tensor, none, own)
+            self.lost = self._with_lost(node, self._call(node, aten.clamp.default, more, 0), lost)
 
     def _rows(self, value: Value, node: Node) -> Value:
         """The rows of a value ``[n k h]``, or ``[n 1 h]``."""
@@ -340,9 +319,7 @@ class RoutedRows:
             return self.rows[value]
         x = self._call(node, aten.reshape.default, self._blocks(value, node), [self.d, self.e, self.t * each, width])
         index = self.slots if each == self.each else self.of_tokens
-        x = self._call(node, take_rows, x, index, b0=self.of_d, b1=self.of_e, m0=self.of_own)
-        if self.e > 1:
-            x = self._call(node, aten.permute.default, x, [0, 2, 1, 3, 4], at={1: self.of_p, 2: REPLICATED})
+        x = self._to_parts(node, self._packed(node, x, index))
         x = self._call(node, aten.reshape.default, x, [self.d * self.p, self.e * self.room, width])
         if self.e > 1:
             x = self._call(node, take_rows, x, self.sources)
@@ -362,17 +339,13 @@ class RoutedRows:
         if self.e > 1:
             x = self._call(node, take_rows, x, self.back)
             x = self._call(node, aten.reshape.default, x, [self.d, self.p, self.e, self.room, width])
-            x = self._call(node, aten.permute.default, x, [0, 2, 1, 3, 4])
-        shape = [self.d, self.e, self.p * self.room, width]
-        own = compound([*self.of_own.sub(self.p), Part(self.room)], self.mesh)
-        x = self._call(node, aten.reshape.default, x, shape, at={1: self.of_e, 2: own})
-        return self._tokens(self._call(node, take_rows, x, self.places), value, node)
+        return self._from_parts(node, x, value.shape)
 
     def _row_wise(self, node: Node) -> None:
         """The same op, of rows by expert."""
         shape = (self.d * self.p, self.e * self.room)
         for value in node.operands:
-            if value.type.ndim and _is_filled(value):
+            if value.type.ndim and is_filled(value):
                 self._rows(value, node)
         given = substitute(node.args, lambda v: self.rows.get(v, v))
         args = tuple([*shape, *each[2:]] if self._is_shape(each) else each for each in given)
@@ -385,35 +358,6 @@ class RoutedRows:
 
     def _is_shape(self, argument: Any) -> bool:
         return isinstance(argument, (list, tuple)) and len(argument) > 2 and argument[:2] == [self.count, self.each]
-
-    # ---- blocks of tokens ------------------------------------------------------------------------------------------
-
-    def _split(self) -> tuple[list[int], list[int]]:
-        """The sizes of tokens as dims, one for each axis that shards them; and their order as blocks ``d e t``."""
-        sizes, axes = list[int](), list[str]()
-        for part in self.tokens.sub(self.count):
-            sizes += [*map(self._extent, part.axes), part.size // self.mesh.extent(part.axes)]
-            axes += [*part.axes, ""]
-        first = [axes.index(axis) for axis in (*self.of_d.axes, *self.e_axes)]
-        return sizes, first + [i for i in range(len(axes)) if i not in first]
-
-    def _blocks(self, value: Value, node: Node) -> Value:
-        """A value ``[n ..]`` as ``[d e t ..]``."""
-        (sizes, order), rest = self._split(), value.shape[1:]
-        if order != sorted(order):
-            value = self._call(node, aten.reshape.default, value, [*sizes, *rest])
-            more = range(len(order), len(order) + len(rest))
-            value = self._call(node, aten.permute.default, value, [*order, *more])
-        return self._call(node, aten.reshape.default, value, [self.d, self.e, self.t, *rest])
-
-    def _tokens(self, x: Value, value: Value, node: Node) -> Value:
-        """Blocks ``[d e t ..]`` as a value ``[n ..]``."""
-        (sizes, order), rest = self._split(), value.shape[1:]
-        if order != sorted(order):
-            x = self._call(node, aten.reshape.default, x, [*(sizes[i] for i in order), *rest])
-            more = range(len(order), len(order) + len(rest))
-            x = self._call(node, aten.permute.default, x, [*sorted(range(len(order)), key=order.__getitem__), *more])
-        return self._call(node, aten.reshape.default, x, [self.count, *rest])
 
     # ---- placements -----------------------------------------------------------------------------------------------
 
@@ -438,43 +382,6 @@ class RoutedRows:
     def _keeps_experts(self, node: Node) -> bool:
         return keeps_first_dim(node, self.cache)
 
-    def _shard(self, node: Node, at: Mapping[int, DimSharding], of: Mapping[str, DimSharding]) -> None:
-        """Shard dims of a node's first result, and factors; all else stays as it is."""
-        rule, asked = self.cache.rule(node), dict(of)
-        for dim, sharding in at.items():
-            factors = (rule.results[0] or ())[dim]
-            made = project(sharding, node.outs[0].shape[dim], rule.dim_sizes(factors), self.mesh)
-            asked.update(zip(factors, made or (), strict=True))
-        axes = {axis for each in asked.values() for axis in each.axes}
-        assert node.strategy is not None
-        kept = factor_shardings(rule, node, self.mesh)
-        for axis in axes:
-            kept = {factor: without(each, axis, self.mesh) for factor, each in kept.items()}
-        partial = {axis: each for axis, each in partial_operands(node.strategy).items() if axis not in axes}
-        shardings = {factor: each for factor, each in {**kept, **asked}.items() if each.axes}
-        node.strategy = self.cache.strategy(rule, shardings, partial)
-        for value, spec in zip(node.outs, node.strategy.results, strict=True):
-            value.spec = spec
-
-    def _call(self, like: Node, op: Any, *args: Any, **how: Any) -> Value:
-        return self._outs(like, op, *args, **how)[0]
-
-    def _outs(
-        self,
-        like: Node,
-        op: Any,
-        *args: Any,
-        at: Mapping[int, DimSharding] | None = None,
-        how: Mapping[str, Any] | None = None,
-        **of: DimSharding,
-    ) -> Sequence[Value]:
-        """The results of a new node; its placement follows its operands, but for dims ``at`` and factors ``of``."""
-        made = self.rewriter.call(op, *args, like=like, why="rows by expert", **(how or {}))
-        if at or of:
-            self._shard(made, at or {}, of)
-        self.rewriter.before(like, made)
-        return made.outs
-
 
 def keeps_first_dim(node: Node, cache: RuleCache) -> bool:
     """Whether an op of one tensor keeps its first dim as it is."""
@@ -491,8 +398,3 @@ def _axes_of(value: Value, parameters: set[Value]) -> tuple[str, ...]:
     if value not in parameters or value.spec is None or value.spec.dims[0].parts:
         return ()
     return value.spec.dims[0].axes
-
-
-def _is_filled(value: Value) -> bool:
-    """Whether a value is of one number everywhere."""
-    return value.node is not None and value.node.op is aten.full.default

@@ -42,6 +42,8 @@ ON_REQUEST = frozenset(
     )
 )
 """Those of them that are left out where nobody asks for them."""
+WITH_ROOM = (EmbeddingTables, ExpertParallel)
+"""Passes that plan with room for so many rows, as the field ``room`` of each says."""
 WHERE = "Hints(passes=...)"
 
 

@@ -39,7 +39,7 @@ def write_rank(folder: Path, rank: int, program: RankProgram, mesh: Mesh, state:
     places = [f"    {g.name}: {g.value.spec.text(g.value.shape) if g.value.spec else '?'}" for g in program.inputs]
     checks = [(o, o.guard.expected, str(o.guard.where)) for o in program.outputs if o.guard]
     lost = [output for output in program.outputs if output.kind is OutputKind.OVERFLOW]
-    checks += [(output, 0, "experts, which have no room for all rows") for output in lost]
+    checks += [(output, 0, "rows, for which there is no room") for output in lost]
     guards = [f'    "{o.kind}:{o.name}": ({expected!r}, {where!r}),' for o, expected, where in checks]
     header = HEADER.format(
         rank=rank,

@@ -31,10 +31,10 @@ from shardfx.ir.unfolding.unfold import unfolded
 from shardfx.passes import (
     COMM_EXPLICIT,
     ORDER,
+    WITH_ROOM,
     BucketComm,
     Context,
     ContextParallel,
-    ExpertParallel,
     Loops,
     Offload,
     Pass,
@@ -371,10 +371,10 @@ def replanned(compiled: Compiled, hints: Hints) -> Compiled:
 
 
 def with_more_room(compiled: Compiled) -> Compiled:
-    """The plan with more room for the rows of experts."""
-    asked = next(each for each in compiled.passes if isinstance(each, ExpertParallel))
-    passes = tuple(each for each in compiled.hints.passes if not isinstance(each, ExpertParallel))
-    return replanned(compiled, replace(compiled.hints, passes=(*passes, ExpertParallel(asked.room + 1))))
+    """The plan with more room for the rows of experts, and for ids of tables."""
+    more = [replace(each, room=each.room + 1) for each in compiled.passes if isinstance(each, WITH_ROOM)]
+    passes = tuple(each for each in compiled.hints.passes if not isinstance(each, WITH_ROOM))
+    return replanned(compiled, replace(compiled.hints, passes=(*passes, *more)))
 
 
 def own_constants(graph: Graph) -> Graph:

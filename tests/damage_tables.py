@@ -6,7 +6,8 @@ import torch
 from torch import fx
 
 from shardfx.ir.ops.computing.row_update import step_rows
-from shardfx.ir.ops.computing.table_ids import narrow_ids
+from shardfx.ir.ops.computing.table_ids import narrow_ids, numbered_rows, row_numbers
+from shardfx.ir.ops.experts.dispatch import expert_slots, take_rows
 from tests.damage import Damage, Mutation, Places, Site, argument, becomes, of
 
 aten = torch.ops.aten
@@ -30,6 +31,11 @@ def steps_with(op: str) -> Places:
     return lambda site: [n for n in site.calls(step_rows) if any(op in str(text) for text in n.args[0])]  # type: ignore[union-attr]
 
 
+def of_another_table(site: Site, node: fx.Node) -> None:
+    """The index is that of another call."""
+    node.update_arg(1, next(n.args[1] for n in site.calls(node.target) if n.args[1] is not node.args[1]))
+
+
 LOOKUPS = (
     Mutation(
         "rows of the next rank",
@@ -42,6 +48,22 @@ LOOKUPS = (
     Mutation("a gradient of fewer rows", of(aten.embedding_dense_backward.default), argument(3, lambda padding: 0)),
     Mutation("gradients by count", of(aten.embedding_dense_backward.default), argument(4, lambda scale: not scale)),
 )
+EXCHANGED = (
+    Mutation("parts of other sizes", of(row_numbers), argument(1, lambda rows: rows - 1)),
+    Mutation("another padding", of(row_numbers), argument(2, lambda padding: padding + 2)),
+    Mutation("ids of another room", of(expert_slots), argument(3, lambda room: room - 1)),
+    Mutation("ids of another number of ranks", of(expert_slots), argument(1, lambda parts: parts - 1)),
+    Mutation("rows in slots of another table", of(take_rows), of_another_table),
+    Mutation("rows of another lookup", of(numbered_rows), of_another_table),
+    Mutation("ids without room that are not counted", of(aten.lt.Scalar), argument(1, lambda least: least - 1)),
+    Mutation("padding with a gradient", of(aten.le.Scalar), argument(1, lambda least: least - 1)),
+    Mutation(
+        "gradients of the row before",
+        of(aten.sub.Tensor, when=lambda node: node.args[1] == 1),
+        argument(1, lambda n: 2),
+    ),
+)
+"""Of ids that are sent to the ranks of their rows."""
 STEPS = (
     Mutation("all rows are stepped", steps_with("gt"), text("aten.gt", "aten.gt.Scalar", "aten.ge.Scalar")),
     Mutation("untouched rows are stepped", steps_with("gt"), text("aten.gt", ", 0)", ", -1)")),

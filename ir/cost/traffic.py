@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from shardfx.ir.graph import Graph, Node, Output
 from shardfx.ir.mesh import Mesh
 from shardfx.ir.ops import comm
+from shardfx.ir.ops.computing.table_ids import numbered_rows, row_numbers
 from shardfx.ir.ops.experts.dispatch import take_rows
 from shardfx.ir.ops.sends import is_comm, loop_of
 from shardfx.ir.ops.traits import unviewed
@@ -36,9 +37,8 @@ LOOP_COMM = {"all_reduce": "sum of iterations", "all_gather": "iterations togeth
 
 def traffic(node: Node, mesh: Mesh) -> Traffic:
     """The traffic of a comm node on one rank; over a loop axis it sends nothing."""
-    axes = tuple(node.kwargs["axes"])
     nbytes = 0.0 if over_loop(node, mesh) else node.op.sends(node, mesh).nbytes
-    return Traffic(comm_name(node, mesh), axes, nbytes, loop_of(node, mesh))
+    return Traffic(comm_name(node, mesh), tuple(node.kwargs["axes"]), nbytes, loop_of(node, mesh))
 
 
 def over_loop(node: Node, mesh: Mesh) -> bool:
@@ -48,18 +48,20 @@ def over_loop(node: Node, mesh: Mesh) -> bool:
 
 def comm_name(node: Node, mesh: Mesh) -> str:
     """The name of a comm node's kind in reports: ``all-gather``; ``ring`` of a halo that comes around the seam,
-    ``dispatch`` and ``combine`` of rows that go to experts, and come back."""
+    ``dispatch`` and ``combine`` of rows of experts, ``id-exchange`` and ``row-exchange`` of those of tables."""
     kind: str = node.op.kind
-    around = any(window.wraps for _, window in node.kwargs.get("rows", ()))
-    name = "ring" if around else experts_comm(node) or kind.replace("_", "-")
+    name = "ring" if any(w.wraps for _, w in node.kwargs.get("rows", ())) else exchange(node) or kind.replace("_", "-")
     return LOOP_COMM.get(kind, name) if over_loop(node, mesh) else name
 
 
-def experts_comm(node: Node) -> str:
-    """``dispatch`` or ``combine``, of rows of experts; else nothing."""
+def exchange(node: Node) -> str:
+    """``dispatch`` or ``combine``, of rows of experts, ``id-exchange`` or ``row-exchange``, of tables; else nothing."""
     moved = unviewed(node.operands[0])
-    if node.op is not comm.all_to_all or moved.node is None or moved.node.op is not take_rows:
+    if node.op is not comm.all_to_all or moved.node is None or moved.node.op not in (take_rows, numbered_rows):
         return ""
+    slots = moved.node.operands[1].node
+    if moved.node.op is numbered_rows or (slots and any(v.node and v.node.op is row_numbers for v in slots.operands)):
+        return "row-exchange" if moved.type.dtype.is_floating_point else "id-exchange"
     return "dispatch" if moved is node.operands[0] else "combine"
 
 

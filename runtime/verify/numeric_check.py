@@ -87,7 +87,7 @@ def compare(
         planned = interpret(sample.after, sample.inputs, draw_masks(sample.after), {o.value for o in lost})
         expected |= {(o.kind, o.name): planned[o.value] for o in lost}
     if any(expected[o.kind, o.name].any() for o in lost):
-        what = "experts have no room for all rows of random numbers, so that the step would run again with more"
+        what = "there is no room for all rows of random numbers, so that the step would run again with more"
         return Fault(f"{what}; pm.verify() proves it without numbers"), counts
     ends = {r: local_ends(after, inputs, outputs, mesh.coords(r)) for r in range(mesh.size)}
     shards = {

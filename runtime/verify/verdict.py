@@ -149,6 +149,8 @@ def verify(
     seen = dict.fromkeys(name for task in tasks for name in task.observers)
     assumed = tuple(f"the observer {name} has no side effect on tensors of the program" for name in seen)
     if any(output.kind is OutputKind.OVERFLOW for output in after.outputs):
-        assumed += ("experts have room for all rows, which each step checks: one in which they have not runs again",)
+        assumed += (
+            "there is room for all rows that are sent, which each step checks: one in which there is not runs again",
+        )
     programs = () if fault is not None else tuple(each.name for each in requests)
     return Verdict.of(fault, how=how, checked=dict(counts), programs=programs, assumptions=assumed)

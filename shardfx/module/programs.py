@@ -22,7 +22,7 @@ from shardfx.ir.program.rank_program import RankProgram
 from shardfx.ir.rules.book import RuleBook
 from shardfx.module.execution_target import CompileOptions, ExecutionTarget
 from shardfx.module.rule_checks import with_rules
-from shardfx.passes import ExpertParallel
+from shardfx.passes import WITH_ROOM
 from shardfx.passes.rank import BUILT_IN, RankContext, RankPass, built_in, run_rank_passes
 from shardfx.plugins import as_rank_passes
 from shardfx.runtime.export_programs import write_rank, write_shared
@@ -57,7 +57,7 @@ RUNS = {kinds: name for name, kinds in NAMES.items()} | {
     INFER: "the model's results",
 }
 """The description of a call, by its set of outputs."""
-ROOM = "a step had more rows for experts than there was room for; since then there is room for"
+ROOM = "a step had more rows for experts or tables than there was room for; since then there is room for"
 USUAL = (TRAIN, LOSS, STEP, INFER)
 """The sets of outputs that any call may run; others are requested explicitly."""
 
@@ -125,12 +125,12 @@ class Programs:
         """
         if self.step.changed:
             raise Error(
-                "programs that pm.use(...) put in have no room for all rows of experts",
+                "programs that pm.use(...) put in have no room for all rows",
                 where="pm(...)",
-                remedy="plan with a larger sx.Experts(capacity=...), and change the programs of that plan",
+                remedy="plan with a larger capacity (sx.Experts, EmbeddingTables), and change its programs",
             )
         compiled = with_more_room(self.compiled)
-        room = next(each.room for each in compiled.passes if isinstance(each, ExpertParallel))
+        room = next(each.room for each in compiled.passes if isinstance(each, WITH_ROOM))
         self.notes[f"{ROOM} {'twice the mean' if room == 1 else 'all rows'}"] = None
         self.larger = self.of(compiled)
         self.larger.notes = self.notes

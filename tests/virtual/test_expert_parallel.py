@@ -217,7 +217,7 @@ def test_programs_that_run_alone_refuse_steps_without_room(tmp_path: Path) -> No
     pm.save_programs(tmp_path)
     assert 'rows of experts without room": (0, ' in (tmp_path / "rank0.py").read_text()
     pm.use({0: pm.rank_module(0)})
-    with pytest.raises(sx.Error, match="have no room for all rows of experts"):
+    with pytest.raises(sx.Error, match="have no room for all rows"):
         pm(*routed(1))
 
 

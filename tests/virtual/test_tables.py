@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn, optim
 
 import shardfx as sx
+from shardfx.passes import EmbeddingTables
 from tests.collective_counts import count_collectives
-from tests.damage_tables import LOOKUPS, STEPS
+from tests.damage_tables import EXCHANGED, LOOKUPS, STEPS
 from tests.mutants import Programs
 from tests.reference import check_step
 
@@ -213,21 +214,144 @@ def test_sparse_tables_in_host_memory_step_the_same_rows() -> None:
     assert str(away.rank_program(0)).count("update.rows") == 3
 
 
-@pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
-def test_a_step_sends_what_the_formula_says_and_holds_no_table(tables: dict[str, str]) -> None:
-    """Counted at run time: ids to all ranks, and rows there and back. The peak is that of shards, and of rows."""
-    rows, ranks, dim = (12000, 9000, 15000), 4, 8
+SUMS = ((), (EmbeddingTables(capacity=0),))
+
+
+class Shop(nn.Module):
+    """Tables that are looked up in once and twice, by rows that ranks divide, or do not; short bags, and long ones."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.items = nn.Embedding(800, 6, padding_idx=3, sparse=sparse)
+        self.odd = nn.Embedding(801, 6, sparse=sparse)
+        self.words = nn.EmbeddingBag(1200, 6, mode="mean", padding_idx=5, sparse=sparse)
+        self.long = nn.EmbeddingBag(1200, 6, mode="sum", sparse=sparse)
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, item: Tensor, seen: Tensor, words: Tensor, more: Tensor) -> Tensor:
+        found = self.items(item) + self.items(seen).tanh().sum(1) + self.odd(item)
+        made: Tensor = self.linear(found + self.words(words) + self.long(more))
+        return made
+
+
+def visits(seed: int = 0, size: int = 128) -> tuple[Tensor, ...]:
+    draw = torch.Generator().manual_seed(seed)
+    sizes = (800, (size,)), (800, (size, 3)), (1200, (size, 2)), (1200, (size, 8))
+    item, seen, words, more = (torch.randint(0, rows, shape, generator=draw) for rows, shape in sizes)
+    item[:3], seen[::9, 0], words[:2] = 3, 3, 5
+    return item, seen, words, more
+
+
+def shop(mesh: sx.Mesh, batch: str, table: str, **options: Any) -> tuple[sx.ParallelModule, nn.Module]:
+    torch.manual_seed(0)
+    model = Shop(sparse="optimizer" in options).double()
+    specs = {"args.0": batch, **{f"args.{i}": f"{batch}, -" for i in (1, 2, 3)}}
+    specs |= {f"{name}.weight": f"{table}, -" for name in ("items", "odd", "words", "long")}
+    hints = sx.Hints(args=visits(), loss=mean, specs=specs, **options)
+    return sx.parallelize(deepcopy(model), mesh, hints, virtual=True), model
+
+
+def mean(out: Tensor) -> Tensor:
+    return (out**2).mean()
+
+
+def exchanged(pm: sx.ParallelModule) -> list[str]:
+    """The modules whose ids are sent to the ranks of their rows."""
+    return [node.where.module for node in pm.planned.nodes if "numbered_rows" in str(node.op)]
+
+
+EXCHANGES: dict[str, tuple[sx.Mesh, str, str]] = {
+    "two ranks": (sx.Mesh(dp=2), "dp", "dp"),
+    "four ranks": (sx.Mesh(dp=4), "dp", "dp"),
+    "batch over more": (sx.Mesh(dp=2, tp=2), "dp tp", "dp"),
+    "other order": (sx.Mesh(dp=2, tp=2), "dp tp", "tp dp"),
+    "micro-batches": (sx.Mesh(dp=2, mb=sx.Loop(2)), "mb dp", "dp"),
+}
+
+
+@pytest.mark.parametrize("how", EXCHANGES)
+def test_ids_sent_to_the_ranks_of_their_rows_match_single_device(how: str) -> None:
+    """Rows that ranks do not divide, and sums of long bags, are partial sums: a lookup of 8 rows a bag sends more."""
+    pm, alone = shop(*EXCHANGES[how])
+    check_step(pm, alone, mean, visits(), bound=1e-12)
+    few = how in ("two ranks", "batch over more", "micro-batches")
+    assert exchanged(pm) == ["items", "items"] + ["words"] * (not few)
+    kinds = {row.kind for row in pm.report().communication.rows}
+    assert {"id-exchange", "row-exchange"} <= kinds
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adagrad"])
+@pytest.mark.parametrize("more", ["alone", "clipped", "in host memory"])
+def test_exchanged_rows_are_stepped_as_on_one_device(name: str, more: str) -> None:
+    hints: dict[str, Any] = {
+        "alone": {},
+        "clipped": {"clip_grad_norm": 0.5},
+        "in host memory": {"offload": (sx.Offload("rows", min_numel=0),)},
+    }[more]
+    pm, alone = shop(sx.Mesh(dp=4), "dp", "dp", optimizer=OPTIMIZERS[name], **hints)
+    theirs = OPTIMIZERS[name](alone.parameters())
+    for seed in range(3):
+        theirs.zero_grad()
+        wanted = mean(alone(*visits(seed)))
+        wanted.backward()
+        if more == "clipped":
+            for each in alone.parameters():
+                assert each.grad is not None
+                each.grad = each.grad.to_dense() if each.grad.is_sparse else each.grad
+            nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        theirs.step()
+        torch.testing.assert_close(pm.step(*visits(seed)), wanted.detach(), rtol=1e-12, atol=1e-12)
+    state = pm.full_state_dict()
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-12)
+    assert pm.verify() and exchanged(pm)
+    assert more == "clipped" or str(pm.rank_program(0)).count("update.rows") == 4
+
+
+def test_ids_without_room_run_again_with_more_bitwise_as_there() -> None:
+    """Uniform ids, then more for one rank than twice the mean of a capacity of 1, and all for it."""
+    pm, alone = shop(sx.Mesh(dp=4), "dp", "dp")
+    larger = [shop(sx.Mesh(dp=4), "dp", "dp", passes=(EmbeddingTables(room=room),))[0] for room in (1, 2)]
+    assert exchanged(larger[0]) and not exchanged(larger[1])
+    for step in range(4):
+        given = visits(step)
+        if step == 1:
+            given[1].masked_fill_(given[1] % 5 == 1, 0)
+        elif step == 2:
+            given[0].remainder_(200)
+        check_step(pm, alone, mean, given, bound=1e-12, proven=step == 3)
+        if step:
+            each = larger[step > 1]
+            for one in (pm, each):
+                one.zero_grad()
+            losses = [one(*given) for one in (pm, each)]
+            assert torch.equal(*losses)
+            for loss in losses:
+                loss.backward()
+            assert all(torch.equal(p.grad, q.grad) for p, q in zip(pm.parameters(), each.parameters(), strict=True))
+        pm.zero_grad()
+        alone.zero_grad()
+        told = [text for text in pm.report().warnings if "room" in text]
+        assert ["twice the mean" in "".join(told), "for all rows" in "".join(told)] == [step > 0, step > 1]
+
+
+@pytest.mark.parametrize("by", ["rows", "sums", "columns"])
+def test_a_step_sends_what_the_formula_says_and_holds_no_table(by: str) -> None:
+    """Counted at run time: ids, and rows there and back. The peak is that of shards, and of rows."""
+    rows, ranks, dim, size = (48000, 32000, 64000), 4, 8, 256
     model = DLRM["DLRM"](rows, dim, sparse=True).double()
-    dense, ids, labels = batch(0, rows, 32)
-    options: dict[str, Any] = {"args": (dense, ids), "loss": LOSS, "targets": (labels,)}
+    dense, ids, labels = batch(0, rows, size)
+    options: dict[str, Any] = {"args": (dense, ids), "loss": LOSS, "targets": (labels,), "passes": SUMS[by == "sums"]}
+    tables = BY_COLUMNS if by == "columns" else BY_ROWS
     hints = sx.Hints(specs=SPECS | tables, optimizer=SPARSE["SGD"], **options)
     pm = sx.parallelize(model, sx.Mesh(dp=ranks), hints, virtual=True)
     with count_collectives() as counts:
         pm.step(dense, ids, labels)
     sent = sum(count.nbytes for (kind, _), count in counts.items() if "all_reduce" not in kind)
-    of_rows = 2 * 32 * dim * 8 / (1 if tables is BY_ROWS else ranks)
-    assert sent == pytest.approx(3 * (ranks - 1) / ranks * (32 * 4 + of_rows), rel=0.05)
+    of_ids, of_rows = {"rows": (32 * ranks / size,) * 2, "sums": (1, 1), "columns": (1, 1 / ranks)}[by]
+    assert sent == pytest.approx(3 * (ranks - 1) / ranks * size * (4 * of_ids + 16 * dim * of_rows), rel=0.05)
     assert pm.memory().peak <= 1.25 * sum(rows) * dim * 8 / ranks
+    assert not any("room" in each for each in pm.report().warnings)
 
 
 @pytest.mark.parametrize("wrong", [-1, 300])
@@ -238,6 +362,16 @@ def test_an_id_beyond_the_table_is_an_error_at_the_call(tables: dict[str, str], 
     ids[-1, 0] = wrong
     with pytest.raises(sx.Error, match=r"IndexError: index .*out of range"):
         pm(dense, ids, labels)
+
+
+@pytest.mark.parametrize("wrong", [-1, 800])
+def test_an_id_beyond_an_exchanged_table_is_an_error_and_nothing_is_stepped(wrong: int) -> None:
+    pm, _ = shop(sx.Mesh(dp=2), "dp", "dp", optimizer=OPTIMIZERS["SGD"])
+    given, before = visits(), pm.full_state_dict()
+    given[1][-1, 0] = wrong
+    with pytest.raises(sx.Error, match=r"IndexError: index .*out of range"):
+        pm.step(*given)
+    assert all(torch.equal(each, before[name]) for name, each in pm.full_state_dict().items())
 
 
 class Tied(nn.Module):
@@ -274,6 +408,28 @@ def test_a_table_of_few_rows_is_gathered() -> None:
     hints = sx.Hints(args=(ids,), loss=squares, specs={"args.0": "dp", "weight": "dp, -"})
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     assert not pm.planned.notes and pm.verify()
+
+
+def test_damaged_exchanges_are_refused() -> None:
+    dense, ids, labels = batch(0, (800, 800, 800), 256)
+    model = DLRM["DLRM"]((800, 800, 800), 8).double()
+    hints = sx.Hints(args=(dense, ids), loss=LOSS, targets=(labels,), specs=SPECS | BY_ROWS)
+    pm = sx.parallelize(model, sx.Mesh(dp=4), hints, virtual=True)
+    tried, programs = set[str](), Programs.of(pm, False)
+    for mutation in EXCHANGED:
+        for place, changed in programs.damaged(mutation, 2):
+            tried.add(mutation.name)
+            try:
+                refused = not pm.verify({rank: program.module() for rank, program in changed.items()})
+            except sx.Error:
+                refused = True
+            assert refused, f"{mutation.name} at {place}"
+    assert len(tried) == len(EXCHANGED), tried
+
+
+def test_a_capacity_that_is_none_is_an_error() -> None:
+    with pytest.raises(sx.Error, match="no capacity for ids"):
+        EmbeddingTables(capacity=-1)
 
 
 @pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardfx.ir.graph import Graph, Node, OutputKind, Value, substitute
+from shardfx.ir.ops.computing.table_ids import row_numbers
 from shardfx.ir.ops.experts.dispatch import expert_rows, expert_slots, parts_mm, parts_outer, take_rows
 from shardfx.ir.ops.experts.routed_product import routed_mm, routed_outer
 from shardfx.ir.ops.table import OwnOp
@@ -38,6 +39,8 @@ aten = torch.ops.aten
 Permutation = tuple[tuple[int, ...], tuple[int, ...]]
 """The sizes of leading dims, and their order."""
 PLAIN: Permutation = ((), ())
+ALL = -1
+"""In the place of a room: all pairs without a place are counted, those of no expert, or of no row of a table, too."""
 
 
 class Route(NamedTuple):
@@ -202,11 +205,16 @@ class ExpertRows:
             return None
         if x.shape != (route.d, route.e, route.p * route.room, width):
             return None
-        if route.tokens == PLAIN:
-            return (self.reshaped(found.pairs, type, node),)
-        (made,) = self.make(("tokens in blocks", found.pairs, route.tokens, type), (type,), node)
-        self._permuted[made] = found.pairs, route.tokens  # type: ignore[index]
-        return (made,)
+        return (self._in_blocks(found.pairs, route.tokens, type, node),)
+
+    def _in_blocks(self, pairs: int, tokens: Permutation, type: TensorType, node: Node) -> int:
+        """The term of pairs in the order of blocks."""
+        if tokens == PLAIN:
+            return self.reshaped(pairs, type, node)
+        (made,) = self.make(("tokens in blocks", pairs, tokens, type), (type,), node)
+        assert made is not None
+        self._permuted[made] = pairs, tokens
+        return made
 
     def _made(self, pairs: int, route: Route, stage: str, type: TensorType, node: Node) -> int:
         (made,) = self.make(("rows by expert", pairs, route, stage), (type,), node)
@@ -220,12 +228,8 @@ class ExpertRows:
             return None
         found, fill = self._rows.get(self._base(term)), self._fills.get(self._base(term))
         if found is None and fill is not None and route is not None:
-            shape = (route.shape[0], rows, *value.shape[2:])
-            made = Node(fill.op, ([*shape], *fill.args[1:]), dict(fill.kwargs))
-            made.where = fill.where
-            made.results = [Value(TensorType(shape, value.type.dtype), made, 0)]
-            (of,) = self.apply_whole(made, lambda _: 0)
-            return None if of is None else Rows(of, route, "sorted")
+            type = TensorType((route.shape[0], rows, *value.shape[2:]), value.type.dtype)
+            return Rows(self._filled(fill, type), route, "sorted")
         return (
             found if found is not None and found.stage == "sorted" and found.route == (route or found.route) else None
         )
@@ -256,9 +260,23 @@ class ExpertRows:
         return self._whole(node, routed_outer, args, node.outs[0].type, {**terms, other: y.pairs})
 
     def _whole(self, node: Node, op: Any, args: Any, type: TensorType, terms: dict[Value, int]) -> Made:
-        made = Node(op, args, {})
+        made = Node(op, args, dict(node.kwargs))
         made.where, made.results = node.where, [Value(type, made, 0)]
         return self.apply_whole(made, terms.__getitem__)
+
+    def _one(self, node: Node, op: Any, args: Any, type: TensorType, terms: dict[Value, int]) -> int:
+        """The term of the result of an op that has one, in the place of a node."""
+        (made,) = self._whole(node, op, args, type, terms)
+        assert made is not None
+        return made
+
+    def _filled(self, fill: Node, type: TensorType) -> int:
+        """The term of one number in another shape."""
+        return self._one(fill, fill.op, ([*type.shape], *fill.args[1:]), type, {})
+
+    def _flat(self, term: int, value: Value, node: Node) -> int:
+        """The term of integers as ``[n 1]``."""
+        return self.reshaped(self._base(term), TensorType((value.type.numel, 1), value.type.dtype), node)
 
     def _row_wise(self, node: Node, term: TermOf, types: Types) -> Made | None:
         """The terms of an op that computes each row alone."""
@@ -321,34 +339,45 @@ def unchecked_rows(graph: Graph, of: Mapping[Value, int]) -> Fault | None:
         elif found := _without_room(node):
             counted.add((of[found[0].outs[0]], found[1]))
     for node in graph.nodes:
-        few = node.op is expert_slots and node.args[3] < math.prod(node.operands[0].shape[2:])
-        if few and (of[node.outs[0]], node.args[3]) not in counted:
-            what = "rows of experts that have no room are not counted"
+        if node.op is not expert_slots:
+            continue
+        maker = maker_of(node)
+        room = ALL if maker is not None and maker.op is row_numbers else node.args[3]
+        few = room == ALL or room < math.prod(node.operands[0].shape[2:])
+        if few and counted.isdisjoint({(of[node.outs[0]], room), (of[node.outs[0]], ALL)}):
+            what = "rows that have no room are not counted"
             return Fault(what, node=node.outs[0].name, where=str(node.where), certain=True)
     return None
 
 
 def _without_room(node: Node) -> tuple[Node, int] | None:
-    """The slots of which a node sums the rows without room, and the room: sum(clamp(sum(counts, [3]) - room, 0))."""
-    clamped = _maker(node) if node.op is aten.sum.default and not node.kwargs and len(node.args) == 1 else None
+    """The slots of which a node sums the rows without room, and the room: sum(clamp(sum(counts, [3]) - room, 0)); or
+    all that have no place: sum(places < 0)."""
+    clamped = maker_of(node) if node.op is aten.sum.default and not node.kwargs and len(node.args) == 1 else None
+    if clamped is not None and clamped.op is aten.lt.Scalar and clamped.args[1] == 0:
+        places = _behind(clamped.operands[0])
+        slots = places.node if places.index == 1 else None
+        return (slots, ALL) if slots is not None and slots.op is expert_slots else None
     if clamped is None or clamped.op is not aten.clamp.default or clamped.args[1:] != (0,) or clamped.kwargs:
         return None
-    less = _maker(clamped)
+    less = maker_of(clamped)
     if less is None or less.op is not aten.sub.Tensor or less.kwargs or not isinstance(less.args[1], int):
         return None
-    summed = _maker(less)
+    summed = maker_of(less)
     if summed is None or summed.op is not aten.sum.dim_IntList or summed.args[1:] != ([3],):
         return None
-    counts = summed.operands[0]
-    while counts.node is not None and isinstance(counts.node.op, OwnOp):
-        counts = counts.node.operands[counts.index]
+    counts = _behind(summed.operands[0])
     slots = counts.node
     return (slots, less.args[1]) if slots is not None and slots.op is expert_slots and counts.index == 2 else None
 
 
-def _maker(node: Node) -> Node | None:
+def maker_of(node: Node) -> Node | None:
     """The node of a node's first operand, behind communication."""
-    value = node.operands[0]
+    return _behind(node.operands[0]).node
+
+
+def _behind(value: Value) -> Value:
+    """A value before communication."""
     while value.node is not None and isinstance(value.node.op, OwnOp):
         value = value.node.operands[value.index]
-    return value.node
+    return value

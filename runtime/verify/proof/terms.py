@@ -25,16 +25,17 @@ from shardfx.ir.node import draw_slot
 from shardfx.ir.ops.alike import alike, argument_key, type_of
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.ops.traits import COPIES, NEUTRAL, is_neutral
-from shardfx.ir.rulebook.movement.narrow_ids import wide_ids
+from shardfx.ir.rulebook.movement.table_lookups import wide_ids
 from shardfx.ir.rules.book import RuleBook
 from shardfx.ir.spec import Spec, TensorType
 from shardfx.runtime.verify.decomposition import Unjustified, decomposed, justified, small
 from shardfx.runtime.verify.fault import Fault
 from shardfx.runtime.verify.interface import interface_fault
 
-from .expert_laws import ExpertRows, unchecked_rows
+from .expert_laws import unchecked_rows
 from .head_copies import HeadCopies, Types
 from .step_laws import AttentionSteps
+from .table_laws import ExchangedRows
 
 aten = torch.ops.aten
 
@@ -78,7 +79,7 @@ class Terms:
         self._copies = HeadCopies(self.types, self._seen_as)
         self._steps = AttentionSteps(self.types, self._seen_as, self.apply, self._make)
         known = self.types, self._seen_as, self.apply, self._steps.reshaped, self._make
-        self._experts = ExpertRows(*known, self.book.rule, self._copies.expanded)
+        self._rows = ExchangedRows(*known, self.book.rule, self._copies.expanded)
 
     def _new(self, type: TensorType, where: Where, name: str) -> int:
         self.types.append(type)
@@ -98,7 +99,7 @@ class Terms:
         op, term = SAME.get(node.op, node.op), wide_ids(node, term)
         operands = [term(v) for v in node.operands]
         types = [None if v is None else v.type for v in node.results]
-        rows = self._experts.apply(node, term, self._call, types)
+        rows = self._rows.apply(node, term, self._call, types)
         if rows is not None:
             return rows
         if is_sum(node):

@@ -1,4 +1,4 @@
-"""The rule of ids of a table in 32 bits, and the law of lookups by them.
+"""The rules of ids of a table in 32 bits, and of rows of parts; and the law of lookups by narrow ids.
 
     embedding(w, narrow_ids(ids, size)) = embedding(w, ids)         of at most ``size`` rows; so is its gradient
 
@@ -10,13 +10,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
+
 from shardfx.ir.graph import Node, Value
-from shardfx.ir.ops.computing.table_ids import GRADIENT, LOOKUP, narrow_ids
+from shardfx.ir.ops.computing.table_ids import GRADIENT, LOOKUP, narrow_ids, numbered_rows, numbered_sums, row_numbers
 from shardfx.ir.ops.table import OwnOp
 from shardfx.ir.rules.book import RuleEntry, rule
+from shardfx.ir.rules.local import Emit, others_zero
 
+aten = torch.ops.aten
 Made = TypeVar("Made")
-RULES: tuple[RuleEntry, ...] = (rule(narrow_ids, "n.. -> n.."),)
+
+
+def own_sums(emit: Emit) -> Any:
+    """The sums of a rank that has one part: the gradient of a lookup in it."""
+    rows, numbers, size = emit.args
+    if emit.operand_shape(1)[1] != 1:
+        return emit.call(numbered_sums, rows, numbers, size)
+    outside = emit.call(aten.le.Scalar, numbers, 0)
+    index = emit.call(aten.masked_fill.Scalar, emit.call(aten.sub.Tensor, numbers, 1), outside, 0)
+    return emit.call(GRADIENT, others_zero(emit, rows, outside, rows=True), index, size, -1, False)
+
+
+RULES: tuple[RuleEntry, ...] = (
+    rule(narrow_ids, "n.. -> n.."),
+    rule(row_numbers, "n.. -> n.., n.."),
+    rule(numbered_rows, "(p g!) h, d p e c -> d p e c h", linear="0"),
+    rule(numbered_sums, "d p e c h, d p e c -> (p g!) h", linear="0", local=own_sums),
+)
 
 
 def wide_ids(node: Node, of: Callable[[Value], Made]) -> Callable[[Value], Made]:
