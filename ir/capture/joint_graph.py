@@ -15,7 +15,7 @@ import operator
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -72,7 +72,7 @@ def joint_graph(
         stack.enter_context(_plain_autograd())
         stack.enter_context(enable_python_dispatcher())
         stack.enter_context(writer)
-        outs = pytree.tree_leaves(run.module(exported, inputs))
+        outs = pytree.tree_leaves(_Nodes(exported, run).run(*inputs, enable_io_processing=False))
         written = run.written(values)
         trained = {desc: tensor for desc, tensor in values.items() if tensor.requires_grad}
         first = outs[0] if outs and isinstance(outs[0], Tensor) else None
@@ -103,11 +103,11 @@ def _plain_autograd() -> Iterator[None]:
 
 
 class _ProgramRun:
-    """One run of an exported program, node by node, which passes on the source locations of its nodes."""
+    """One run of an exported program, and of its backward, which passes on the source locations of its nodes."""
 
     def __init__(self, writer: CallWriter, outcomes: OutcomeCache) -> None:
         self.writer, self.outcomes = writer, outcomes
-        self._abstract: dict[int, Tensor] = {}
+        self.abstract: dict[int, Tensor] = {}
         """The abstract tensors of parameters and buffers."""
         self._given: dict[Any, Tensor] = {}
         """The inputs of the program, by descriptor."""
@@ -118,7 +118,7 @@ class _ProgramRun:
 
     def place(self, tensor: Tensor, desc: object) -> Tensor:
         """Add a placeholder for a tensor; returns the abstract tensor."""
-        abstract = self._abstract[id(tensor)] = self.outcomes.abstract(tensor)
+        abstract = self.abstract[id(tensor)] = self.outcomes.abstract(tensor)
         self._placeholder(abstract, desc)
         self._given[desc] = tensor
         return abstract
@@ -142,46 +142,8 @@ class _ProgramRun:
         node.meta["desc"] = desc
         self.writer.stand_for(abstract, node, writable=isinstance(desc, BufferAOTInput))
 
-    def module(self, module: fx.GraphModule, operands: Sequence[Any], noting: bool = True) -> Any:
-        """The results of a graph module; inner modules have the source location of their call."""
-        env: dict[fx.Node, Any] = {}
-        arguments = iter(operands)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                env[node] = next(arguments)
-            elif node.op == "get_attr":
-                env[node] = self._attribute(module, node.target)
-            elif node.op == "call_function":
-                if noting:
-                    self._note(node)
-                args, kwargs = (fx.map_arg(each, env.__getitem__) for each in (node.args, node.kwargs))
-                env[node] = self._call(node.target, args, kwargs)
-            elif node.op == "output":
-                return fx.map_arg(node.args[0], env.__getitem__)
-            else:
-                raise NotFunctional(f"{node.op} {node.target}")
-        raise NotFunctional("a module without a result")
-
-    def _attribute(self, module: fx.GraphModule, path: str) -> Any:
-        found: Any = module
-        for name in path.split("."):
-            found = getattr(found, name)
-        return self._abstract.get(id(found), found)
-
-    def _call(self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
-            enabled, within, *rest = args
-            with torch.set_grad_enabled(enabled):
-                return self.module(within, rest, noting=False)
-        if target is torch.ops.higher_order.wrap_with_autocast:
-            kind, dtype, enabled, cached, within, *rest = args
-            with torch.autocast(kind, dtype, enabled, cached):
-                return self.module(within, rest, noting=False)
-        if isinstance(target, torch._ops.HigherOrderOperator):
-            raise NotFunctional(str(target))
-        return target(*args, **kwargs)
-
-    def _note(self, node: fx.Node) -> None:
+    def note(self, node: fx.Node) -> None:
+        """A node of the program is run."""
         note = {name: node.meta[name] for name in NAMES_AND_LINES if name in node.meta}
         self._begins.append(torch.autograd._get_sequence_nr())
         self._notes.append(note)
@@ -220,6 +182,40 @@ class _ProgramRun:
             self.writer.meta = note
 
         return noted
+
+
+class _Nodes(fx.Interpreter):
+    """Interpreter of an exported program; inner modules have the source location of their call (``noting``: not)."""
+
+    def __init__(self, module: fx.GraphModule, run: _ProgramRun, noting: bool = True) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._run, self._noting, self.extra_traceback = run, noting, False
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Run a node."""
+        if self._noting and n.op == "call_function":
+            self._run.note(n)
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The abstract tensor of a parameter or buffer, or a constant."""
+        found = super().get_attr(target, args, kwargs)
+        return self._run.abstract.get(id(found), found)
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call an op, or the graph within a switch of gradients or of autocast."""
+        if not isinstance(target, torch._ops.HigherOrderOperator):
+            return target(*args, **kwargs)
+        if target is torch.ops.higher_order.wrap_with_set_grad_enabled:
+            enabled, within, *rest = args
+            mode: AbstractContextManager[Any] = torch.set_grad_enabled(enabled)
+        elif target is torch.ops.higher_order.wrap_with_autocast:
+            kind, dtype, enabled, cached, within, *rest = args
+            mode = torch.autocast(kind, dtype, enabled, cached)
+        else:
+            raise NotFunctional(str(target))
+        with mode:
+            return _Nodes(within, self._run, noting=False).run(*rest, enable_io_processing=False)
 
 
 def _steps(last: Any) -> Iterator[Any]:

@@ -125,52 +125,39 @@ class AssignedBuffers:
             Error: a new one has another shape or dtype, or a gradient; there is none any more; or a parameter is
                 another.
         """
-        modules = [(path, each, dict(each._buffers), dict(each._parameters)) for path, each in program.named_modules()]
-        known: list[tuple[nn.Module, str, Tensor]] = []
-        copies: dict[Tensor, Tensor] = {}
-        for path, module, were, _ in modules if written else ():
-            for name, was in were.items():
-                if was is not None and f"{path}.{name}" in self.names:
-                    known.append((module, name, was))
-                    module._buffers[name] = copies[was] = copies[was] if was in copies else was.clone()
-        found: dict[str, tuple[Tensor, Tensor | None]] = {}
+        entries = {
+            f"{path}.{name}": (held, name, was, held is module._parameters)
+            for path, module in program.named_modules()
+            for held in (module._buffers, module._parameters)
+            for name, was in held.items()
+            if was is not None  # what was None is looked at beside other attributes
+        }
+        known = {path: entry for path, entry in entries.items() if written and path in self.names}
+        copies = {was: was.clone() for was in dict.fromkeys(was for _, _, was, _ in known.values())}
+        for held, name, was, _ in known.values():
+            held[name] = copies[was]
         try:
             yield
         finally:
-            now = [(module._buffers.get(name), was) for module, name, was in known]
-            for path, module, were, own in modules:  # what was None is looked at beside other attributes
-                filled = {name: was for name, was in were.items() if was is not None}
-                found |= {f"{path}.{name}": (was, module._buffers.get(name)) for name, was in filled.items()}
-                found |= {f"{path}.{n}": (p, module._parameters.get(n)) for n, p in own.items() if p is not None}
-                if written:
-                    module._buffers.update(filled)
-                    module._parameters.update(own)
-        parameters = {f"{path}.{name}" for path, _, _, own in modules for name in own}
-        held_as = defaultdict[int, set[int]](set)
-        for was, value in found.values():
-            held_as[id(was)].add(id(value))
-        for name, (was, value) in found.items():
-            if value is not was and value is not copies.get(was):
-                _check(name.removeprefix("model."), was, value, len(held_as[id(was)]) == 1, name in parameters)
-                self.names.add(name)
+            now = {path: held.get(name) for path, (held, name, *_) in entries.items()}
+            for held, name, was, _ in entries.values() if written else ():
+                held[name] = was
+        values = defaultdict[int, set[int]](set)
+        for path, (_, _, was, _) in entries.items():
+            values[id(was)].add(id(now[path]))
+        for path, (_, _, was, is_parameter) in entries.items():
+            if now[path] is not was and now[path] is not copies.get(was):
+                _check(path.removeprefix("model."), was, now[path], len(values[id(was)]) == 1, is_parameter)
+                self.names.add(path)
         with torch.no_grad():
             # Several may have changed places, and one may be a view of what it is written into.
-            for was, value in [(was, value.clone()) for value, was in now if value is not None]:
+            made = [(was, value.clone()) for path, (_, _, was, _) in known.items() if (value := now[path]) is not None]
+            for was, value in made:
                 was.copy_(value)
 
 
 def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool, is_parameter: bool) -> None:
     alike = now is not None and (now.shape, now.dtype) == (was.shape, was.dtype) and not now.requires_grad
-    if alike and not everywhere and not is_parameter:
-        raise Error(
-            "the model puts something else in the place of a buffer that has other names too",
-            where=name,
-            expected="the same tensor under all of them",
-            got="another one under this name alone",
-            remedy="write into it under torch.no_grad() (buffer.copy_(...)), or register two buffers",
-        )
-    if alike and not is_parameter:
-        return
     if is_parameter:
         raise Error(
             "the model puts something else in a parameter's place",
@@ -178,6 +165,16 @@ def _check(name: str, was: Tensor, now: Tensor | None, everywhere: bool, is_para
             expected="the parameter that it has",
             got="no such parameter" if now is None else "another one",
             remedy="compute with the new tensor, and let an optimizer change parameters",
+        )
+    if alike and everywhere:
+        return
+    if alike:
+        raise Error(
+            "the model puts something else in the place of a buffer that has other names too",
+            where=name,
+            expected="the same tensor under all of them",
+            got="another one under this name alone",
+            remedy="write into it under torch.no_grad() (buffer.copy_(...)), or register two buffers",
         )
     both = was, was if now is None else now
     wanted, got = (f"{str(each.dtype).removeprefix('torch.')} {tuple(each.shape)}" for each in both)

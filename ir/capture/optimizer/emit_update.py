@@ -51,7 +51,6 @@ class StepVariant:
     recipe: Recipe
     later: TracedStep
     first: TracedStep | None
-    kept: Mapping[str, Any]
     shared: Mapping[str, str]
     """States that depend on no parameter, and how they change."""
 
@@ -155,13 +154,13 @@ class _UpdateWriter:
         found = recipe(self.trial, group.number, names)
         state = dict(group.optimizer.state.get(like, {}))
         try:
-            kept, later = self.traces.step(group, like.shape, like.dtype, state, found.options)
+            later = self.traces.step(group, like.shape, like.dtype, state, found.options)
             first = None
             if found.once:
-                _, first = self.traces.step(group, like.shape, like.dtype, state, found.options, first=True)
+                first = self.traces.step(group, like.shape, like.dtype, state, found.options, first=True)
         except Exception as error:  # whatever the user's own code raises
             raise refusal(group, error) from error
-        return StepVariant(found, later, first, kept, shared_states(later) if first is None else {})
+        return StepVariant(found, later, first, shared_states(later) if first is None else {})
 
     def _write(
         self,
@@ -186,9 +185,7 @@ class _UpdateWriter:
                 if key in shared:
                     shared[key] = value
             ins.append(value)
-            kept = step.kept[key]
-            kept = kept.dtype if isinstance(kept, torch.Tensor) else type(kept)
-            states.append(OptimizerState(key, value.name, step.recipe.starts[key], kept))
+            states.append(OptimizerState(key, value.name, step.recipe.starts[key], later.kept[key]))
         self.states[name] = tuple(states)
         before = [parameter.value, self.trained[name], *numbers, *ins]
         new = self._apply(name, group, later, before, {*shared})

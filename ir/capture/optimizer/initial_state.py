@@ -59,7 +59,7 @@ def _recipe(trial: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], 
     """A recipe that does what the optimizer does, if there is one."""
     like = trial.named[names[0]]
     state = dict(group.optimizer.state.get(like, {}))
-    _, later = trial.traces.step(group, like.shape, like.dtype, state, options)
+    later = trial.traces.step(group, like.shape, like.dtype, state, options)
     known = {name: _content(value, like, group) for name, value in state.items() if name in later.names}
     choices: list[Start] = [0.0, 1.0, "parameter", *(v for v in group.options.values() if isinstance(v, float))]
     orders = [[known[name]] if name in known else list(dict.fromkeys(choices)) for name in later.names]
@@ -69,7 +69,7 @@ def _recipe(trial: OptimizerTrial, group: OptimizerGroup, names: Sequence[str], 
         if not apart:
             return Recipe(options, starts)
     if not state:
-        _, first = trial.traces.step(group, like.shape, like.dtype, state, options, first=True)
+        first = trial.traces.step(group, like.shape, like.dtype, state, options, first=True)
         starts = dict.fromkeys(later.names, 0.0)
         apart = _apart(trial, group, names, starts, later, first)
         if not apart:

@@ -65,6 +65,8 @@ class TracedStep:
 
     module: torch.fx.GraphModule
     names: tuple[str, ...]
+    kept: Mapping[str, torch.dtype | type]
+    """What the optimizer itself keeps as each state: a dtype, or the type of a Python number."""
     dtypes: Mapping[str, torch.dtype]
     shapes: Mapping[str, tuple[int, ...]]
     shape: tuple[int, ...]
@@ -242,7 +244,7 @@ class StepTraces:
     """The traced steps of a plan: by group, options, dtype, and whether it is the first step."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[States, TracedStep]] = {}
+        self._known: dict[Any, TracedStep] = {}
 
     def step(
         self,
@@ -252,8 +254,8 @@ class StepTraces:
         before: States,
         options: Mapping[str, Any],
         first: bool = False,
-    ) -> tuple[States, TracedStep]:
-        """The states that a step keeps, and the step of a parameter of this shape that has them.
+    ) -> TracedStep:
+        """The step of a parameter of this shape that has the states which a first step leaves.
 
         Args:
             before: the states that are there before the first step; tensors alone do not tell parameters apart.
@@ -263,14 +265,11 @@ class StepTraces:
         key = (id(group), *sorted(options), dtype, first) if len(shape) and of_tensors else None
         if key not in self._known:
             run = _LoneRun(group, tuple(shape), dtype, options)
-            states = run.first_states(before)
-            _check_states(group, states)
-            traced = run.trace(states, first)
+            traced = run.trace(before, first)
             if key is None or run.probe.asked or not traced.is_pointwise:
-                return states, traced
-            self._known[key] = states, traced
-        states, traced = self._known[key]
-        return states, traced.at(shape)
+                return traced
+            self._known[key] = traced
+        return self._known[key].at(shape)
 
 
 @dataclass
@@ -285,14 +284,13 @@ class _LoneRun:
     def __post_init__(self) -> None:
         self.probe = StepProbe(self.group.where.file)
 
-    def first_states(self, before: States) -> States:
-        """The states that a first step leaves."""
+    def trace(self, start: States, first: bool) -> TracedStep:
+        """Trace a step on a parameter that has the states which a step leaves that begins with ``start``; ``first``:
+        that has none yet, which gives them."""
         with self._fake() as (p, grad, numbers):
-            faked = {n: torch.empty(v.shape, dtype=v.dtype) if is_tensor(v) else v for n, v in before.items()}
-            return self._step(p, grad, numbers, faked)
-
-    def trace(self, states: States, first: bool) -> TracedStep:
-        """Trace a step on a parameter that has ``states``; ``first``: that has none yet, which gives them."""
+            faked = {n: torch.empty(v.shape, dtype=v.dtype) if is_tensor(v) else v for n, v in start.items()}
+            states = self._step(p, grad, numbers, faked)
+        _check_states(self.group, states)
         open_ = {n: v for n, v in states.items() if isinstance(v, (Tensor, int, float)) and type(v) is not bool}
         fixed = {name: value for name, value in states.items() if name not in open_}
         shapes = {name: tuple(value.shape) if is_tensor(value) else () for name, value in open_.items()}
@@ -308,7 +306,8 @@ class _LoneRun:
             made = make_fx(torch.func.functionalize(step), decompositions(), tracing_mode="fake")
             module = made(p, grad, rates, stored)
         inputs, decided = tuple(self.group.numbers), frozenset(self.probe.decided)
-        return TracedStep(module, tuple(open_), dtypes, shapes, self.shape, inputs, decided)
+        kept = {name: value.dtype if is_tensor(value) else type(value) for name, value in open_.items()}
+        return TracedStep(module, tuple(open_), kept, dtypes, shapes, self.shape, inputs, decided)
 
     @contextmanager
     def _fake(self) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
