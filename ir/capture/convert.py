@@ -95,13 +95,9 @@ def convert(gm: torch.fx.GraphModule, mesh: Mesh, names: ProgramNames, drawn: di
     return builder.graph
 
 
-def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) -> Value | None:
+def _placeholder(builder: GraphBuilder, node: torch.fx.Node, names: ProgramNames) -> Value:
     desc = node.meta["desc"]
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return None
-    if any(not isinstance(s, int) for s in value.shape):
-        raise Error("an input has a symbolic shape", got=str(tuple(value.shape)), expected="static shapes")
+    value: torch.Tensor = node.meta["val"]
     type = TensorType(tuple(value.shape), value.dtype)
     if isinstance(desc, (ParamAOTInput, BufferAOTInput)):
         name = names.aliases[desc.target.removeprefix(PREFIX)]

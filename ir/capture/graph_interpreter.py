@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import cache
 from typing import Any
 
@@ -44,7 +44,8 @@ def interpret(
     with torch.no_grad():
         for node in graph.nodes:
             env.update(_results(node, calls.get(node, node), env, draw))
-            _let_go(env, dying.get(node, ()))
+            for value in dying.get(node, ()):
+                env.pop(value, None)
     return env
 
 
@@ -72,8 +73,3 @@ def _results(node: Node, call: Node, env: Mapping[Value, Tensor], draw: Draw | N
 def _takes_any(op: Any) -> bool:
     """Whether an op gives the same however its operands lie in memory; in a graph they lie row by row."""
     return op in MOVES or torch.Tag.pointwise in getattr(op, "tags", ())
-
-
-def _let_go(env: dict[Value, Tensor], values: Iterable[Value]) -> None:
-    for value in values:
-        env.pop(value, None)
