@@ -1,6 +1,6 @@
 """Explanations: why a value is sharded, as trails from it back to the hint, one decision after the other.
 
->>> [link.text for link in Trails(graph, rules).follow(value, "tp", 1)]
+>>> [link.text for link in explain(graph, rules, "%12").entries[0].trails[0].because]
 ['%10 dim 1 is sharded over tp, and goes into aten.mm @ layers.0.wq',
  '%layers.0.wq.weight dim 0 is, through aten.t @ layers.0.wq (step 57, elementwise)',
  "the hint 'layers.*.wq.weight' (step 5)"]
@@ -40,96 +40,11 @@ class Because:
         return self.text + (f"; rejected: {self.rejected}" if self.rejected else "")
 
 
-class Trails:
-    """Follows the reasons of a graph back."""
-
-    def __init__(self, graph: Graph, rules: RuleBook) -> None:
-        self.reasons, self.rules, self.printer = graph.reasons, rules, Printer(graph)
-
-    def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
-        """Why ``value`` is sharded over ``axis`` on ``dim`` (None: why it is a partial sum), as a chain of reasons."""
-        before = NEVER
-        seen: set[tuple[Value, int | None]] = set()
-        while (value, dim) not in seen:
-            seen.add((value, dim))
-            name, node = self.name(value), value.node
-            made = self._decision(value, axis, dim, before)
-            carrier = self._carrier(made, axis) if made is not None and made.op else None
-            if made is not None and carrier is not None:
-                near, dim, before = carrier.value, carrier.dim, made.step
-                text = f"{self._dim(near, dim)} is, through {_at(made.op, made.where)} (step {made.step}, {made.how})"
-                yield Because(name, text, made.step, made.down(self.name))
-            elif made is not None:
-                yield Because(name, self._decided(value, axis, dim), made.step, made.down(self.name))
-                return
-            elif node is None or (found := self._operand(value, axis, dim)) is None:
-                yield Because(name, self._made(node))
-                return
-            else:
-                near, dim = found
-                state = f"{'sharded' if dim is not None else 'partial'} over {axis}"
-                goes = f"goes into {_at(op_name(node.op), node.where)}"
-                yield Because(name, f"{self._dim(near, dim)} is {state}, and {goes}")
-            value = near
-
-    def _made(self, node: Node | None) -> str:
-        """The reason of a placement that nobody decided on."""
-        if node is None:  # a state
-            return "the optimizer's step, which keeps it as its parameter is stored"
-        return f"{node.op} makes it so: {node.why}" if isinstance(node.op, OwnOp) else "its op makes it so"
-
-    def _decided(self, value: Value, axis: str, dim: int | None) -> str:
-        """All original causes of an axis on a dim of a value: a hint, and ``zero``."""
-        brought = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.sharding.axes)
-        made = (d for d in brought if not d.op or self._carrier(d, axis) is None)
-        return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
-
-    def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> ShardingDecision | None:
-        """The decision that brought an axis to a dim of a value."""
-        made = self.reasons.of(value)
-        return next((d for d in made if d.dim == dim and axis in d.sharding.axes and d.step < before), None)
-
-    def _carrier(self, made: ShardingDecision, axis: str) -> Carrier | None:
-        """The tensor and dim from which a decision took the axis; or another axis, where it had that before."""
-        return next((each for each in made.carriers if each.axis == axis), next(iter(made.carriers), None))
-
-    def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
-        """The operand of the value's node that is sharded over the axis, or partial over it."""
-        node = value.node
-        if node is None:
-            return None
-        if isinstance(node.op, OwnOp):
-            source = self.source(value)
-            spec = source.spec
-            if spec is None or axis not in (*spec.axes, *spec.partial_axes):
-                return None
-            return source, dim_of(spec, axis)
-        shardings = {f for f, axes in (node.strategy.shardings if node.strategy is not None else ()) if axis in axes}
-        found: list[tuple[Value, int | None]] = []
-        entry = self.rules.entry(node.op)
-        rule = entry.make(node) if entry is not None else None
-        for operand, dims in zip(node.operands, rule.operands if rule is not None else (), strict=False):
-            spec = operand.spec
-            if spec is None:
-                continue
-            if axis in spec.partial_axes and dim is None and not shardings:
-                return operand, None
-            found += [(operand, d) for d, of in enumerate(dims) if axis in spec.dims[d].axes and shardings & set(of)]
-        decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
-        return next(iter([*decided, *found]), None)
-
-    def source(self, copy: Value) -> Value:
-        """The operand of a comm node from which a result of it is made."""
-        assert copy.node is not None
-        operands = copy.node.operands
-        return operands[copy.index if len(operands) > 1 else 0]
-
-    def name(self, value: Value) -> str:
-        """The value's name in the graph's text."""
-        return self.printer.use(value) if value in self.printer.tokens else "a value that was decomposed"
-
-    def _dim(self, value: Value, dim: int | None) -> str:
-        return self.name(value) + (f" dim {dim}" if dim is not None else "")
+def communicated(copy: Value) -> Value:
+    """The operand of a comm node from which a result of it is made."""
+    assert copy.node is not None
+    operands = copy.node.operands
+    return operands[copy.index if len(operands) > 1 else 0]
 
 
 def dim_of(spec: Spec, axis: str) -> int | None:
@@ -224,8 +139,7 @@ def explain(graph: Graph, rules: RuleBook, name: str) -> Explanation:
 class _Explainer:
     def __init__(self, graph: Graph, rules: RuleBook) -> None:
         self.graph, self.rules, self.users = graph, rules, graph.users()
-        self.trails = Trails(graph, rules)
-        self.printer = self.trails.printer
+        self.reasons, self.printer = graph.reasons, Printer(graph)
         self.outputs: dict[Value, list[Output]] = {}
         for output in graph.outputs:
             self.outputs.setdefault(output.value, []).append(output)
@@ -325,7 +239,7 @@ class _Explainer:
             adds = f"for the op adds up over the factor {factors[axis]}" if axis in factors else "as its operands are"
             partial = f"the result is a partial {dict(spec.partial).get(axis)}, {adds}"
             role = f"shards dim {dim}" if dim is not None else partial
-            found.append(Trail(axis, role, tuple(self.trails.follow(value, axis, dim))))
+            found.append(Trail(axis, role, tuple(self.follow(value, axis, dim))))
         return tuple(found)
 
     # ---- communication --------------------------------------------------------------------------------------
@@ -335,7 +249,7 @@ class _Explainer:
         for node in self.users.get(value, ()):
             if isinstance(node.op, OwnOp):
                 for copy in node.outs:
-                    if self.trails.source(copy) is value:
+                    if communicated(copy) is value:
                         yield f"then {self._sends(node)}: needed as {self.printer.type(copy)}{self._needed(copy)}"
                         yield from self._after(copy)
 
@@ -353,3 +267,84 @@ class _Explainer:
         sent = f"sends {size_text(one.total)} per rank" if one.nbytes else "sends nothing"
         together = f" (with {len(node.outs) - 1} others)" if len(node.outs) > 1 else ""
         return f"%{node.name} {op_name(node.op)} over {', '.join(one.axes)} {sent}{together}"
+
+    # ---- trails ---------------------------------------------------------------------------------------------
+
+    def follow(self, value: Value, axis: str, dim: int | None) -> Iterator[Because]:
+        """Why ``value`` is sharded over ``axis`` on ``dim`` (None: why it is a partial sum), as a chain of reasons."""
+        before = NEVER
+        seen: set[tuple[Value, int | None]] = set()
+        while (value, dim) not in seen:
+            seen.add((value, dim))
+            name, node = self.name(value), value.node
+            made = self._decision(value, axis, dim, before)
+            carrier = self._carrier(made, axis) if made is not None and made.op else None
+            if made is not None and carrier is not None:
+                near, dim, before = carrier.value, carrier.dim, made.step
+                text = f"{self._dim(near, dim)} is, through {_at(made.op, made.where)} (step {made.step}, {made.how})"
+                yield Because(name, text, made.step, made.down(self.name))
+            elif made is not None:
+                yield Because(name, self._decided(value, axis, dim), made.step, made.down(self.name))
+                return
+            elif node is None or (found := self._operand(value, axis, dim)) is None:
+                yield Because(name, self._made(node))
+                return
+            else:
+                near, dim = found
+                state = f"{'sharded' if dim is not None else 'partial'} over {axis}"
+                goes = f"goes into {_at(op_name(node.op), node.where)}"
+                yield Because(name, f"{self._dim(near, dim)} is {state}, and {goes}")
+            value = near
+
+    def _made(self, node: Node | None) -> str:
+        """The reason of a placement that nobody decided on."""
+        if node is None:  # a state
+            return "the optimizer's step, which keeps it as its parameter is stored"
+        return f"{node.op} makes it so: {node.why}" if isinstance(node.op, OwnOp) else "its op makes it so"
+
+    def _decided(self, value: Value, axis: str, dim: int | None) -> str:
+        """All original causes of an axis on a dim of a value: a hint, and ``zero``."""
+        brought = (d for d in self.reasons.of(value) if d.dim == dim and axis in d.sharding.axes)
+        made = (d for d in brought if not d.op or self._carrier(d, axis) is None)
+        return ", and ".join(dict.fromkeys(f"{each.how} (step {each.step})" for each in made))
+
+    def _decision(self, value: Value, axis: str, dim: int | None, before: int = NEVER) -> ShardingDecision | None:
+        """The decision that brought an axis to a dim of a value."""
+        made = self.reasons.of(value)
+        return next((d for d in made if d.dim == dim and axis in d.sharding.axes and d.step < before), None)
+
+    def _carrier(self, made: ShardingDecision, axis: str) -> Carrier | None:
+        """The tensor and dim from which a decision took the axis; or another axis, where it had that before."""
+        return next((each for each in made.carriers if each.axis == axis), next(iter(made.carriers), None))
+
+    def _operand(self, value: Value, axis: str, dim: int | None) -> tuple[Value, int | None] | None:
+        """The operand of the value's node that is sharded over the axis, or partial over it."""
+        node = value.node
+        if node is None:
+            return None
+        if isinstance(node.op, OwnOp):
+            source = communicated(value)
+            spec = source.spec
+            if spec is None or axis not in (*spec.axes, *spec.partial_axes):
+                return None
+            return source, dim_of(spec, axis)
+        shardings = {f for f, axes in (node.strategy.shardings if node.strategy is not None else ()) if axis in axes}
+        found: list[tuple[Value, int | None]] = []
+        entry = self.rules.entry(node.op)
+        rule = entry.make(node) if entry is not None else None
+        for operand, dims in zip(node.operands, rule.operands if rule is not None else (), strict=False):
+            spec = operand.spec
+            if spec is None:
+                continue
+            if axis in spec.partial_axes and dim is None and not shardings:
+                return operand, None
+            found += [(operand, d) for d, of in enumerate(dims) if axis in spec.dims[d].axes and shardings & set(of)]
+        decided = [(v, d) for v, d in found if self._decision(source_of(v), axis, d) is not None]
+        return next(iter([*decided, *found]), None)
+
+    def name(self, value: Value) -> str:
+        """The value's name in the graph's text."""
+        return self.printer.use(value) if value in self.printer.tokens else "a value that was decomposed"
+
+    def _dim(self, value: Value, dim: int | None) -> str:
+        return self.name(value) + (f" dim {dim}" if dim is not None else "")

@@ -26,7 +26,8 @@ class ScopeCheck:
         self._share, self._fail = share, fail
         self._parts = {node: part for node in nodes if (part := loop_role(node))}
         self._inside = regions(nodes) if self._parts else {}
-        self._open: list[fx.Node] = []
+        self._open: tuple[fx.Node, ...] = ()
+        """The iterations and actions that are open at the call at hand."""
         self._orders: dict[fx.Node, ActionOrder] = {}
         self._begun: dict[fx.Node, dict[str, None]] = {}
         """By iterations: their actions so far."""
@@ -53,18 +54,21 @@ class ScopeCheck:
         """Check the next call."""
         if not self._parts:
             return
-        part = self._parts.get(node, "")
+        part, before = self._parts.get(node, ""), self._open
+        self._open = self._inside[node]
         if part in DELIMITERS and node.kwargs:
             self._fail(f"{node.name} takes its arguments by place", node)
-        if part == "unit":
-            self._unit(node)
-        elif part == "closes":
-            self._close(node)
+        if part in ("unit", "closes"):
+            last = [each for each in before[-2:] if self._parts[each] == "opens"]
+            if not last or node.args[0] is not last[-1]:
+                self._fail(f"{node.name} is a unit, or the end, of iterations that did not begin last", node)
+            self._unit(node, last[-1]) if part == "unit" else self._close(node, last[-1])
         else:
             self._used(node)
             if part == "opens":
                 self._begin(node)
-                self._open.append(node)
+        if part in ("opens", "unit"):
+            self._open = (*self._open, node)
 
     def end(self) -> None:
         """Finish the check."""
@@ -83,24 +87,14 @@ class ScopeCheck:
             self._fail(what, node, expected=f"each unit once for each of {args[1]} iterations", got=str(order))
         self._orders[node], self._begun[node] = order, {}
 
-    def _unit(self, node: fx.Node) -> None:
-        if self._open and self._parts[self._open[-1]] == "unit":
-            self._open.pop()
-        if not self._open or node.args[0] is not self._open[-1]:
-            self._fail(f"{node.name} is a unit of iterations that did not begin last", node)
-        begin, name = self._open[-1], action_name(node)
+    def _unit(self, node: fx.Node, begin: fx.Node) -> None:
+        name = action_name(node)
         if name not in self._orders[begin].units or name in self._begun[begin]:
             known = ", ".join(self._orders[begin].units) or "no units"
             self._fail(f"{name} is no unit of these iterations, or stands twice", node, expected=known, got=name)
         self._begun[begin][name] = None
-        self._open.append(node)
 
-    def _close(self, node: fx.Node) -> None:
-        if self._open and self._parts[self._open[-1]] == "unit":
-            self._open.pop()
-        if not self._open or node.args[0] is not self._open[-1]:
-            self._fail(f"{node.name} ends iterations that did not begin last", node)
-        begin = self._open.pop()
+    def _close(self, node: fx.Node, begin: fx.Node) -> None:
         missing = [unit for unit in self._orders[begin].units if unit not in self._begun[begin]]
         if missing:
             self._fail(f"there is no unit {missing[0]}, which the order of {begin.name} names", node)
