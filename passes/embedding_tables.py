@@ -21,6 +21,7 @@ from typing import ClassVar
 
 import torch
 
+from shardfx.ir.capture.canonical.embedding_bags import OF_BAGS
 from shardfx.ir.capture.optimizer.sparse_rows import row_counts
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import Graph, Input, InputKind, Node, OutputKind, Phase, Value
@@ -48,7 +49,6 @@ SPREAD = (aten.expand.default, aten.unsqueeze.default, LOOKUP, aten.masked_fill.
 LADDER = (0.0, 2.0)
 """The least capacities, each for a step without room with the one before; behind them partial rows are summed."""
 LOST = "ids of tables without room"
-"""The output that counts them."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,6 @@ class EmbeddingTables(Pass):
                 table.exchange(graph, context, capacity)
             else:
                 table.place(context)
-        if exchanged:
-            graph.rename()
         for text in dict.fromkeys(table.stored.hinted_by for table in found):
             names = [table.name for table in found if table.stored.hinted_by == text]
             tables = f"{names[0]} is" if len(names) == 1 else f"{len(names)} tables are"
@@ -138,6 +136,7 @@ class _StoredTable:
         add_overflow(graph, LOST, lost)
         for node in (node for node in self.backward if node.op is not GRADIENT):
             place(node)
+        graph.rename()
 
     def _rows_sent(self, node: Node) -> int:
         """The bytes that ranks add up of a lookup, or gather of a gradient, where they have ids of all ranks."""
@@ -238,6 +237,8 @@ def _stored_table(graph: Graph, inp: Input, users: Mapping[Value, Sequence[Node]
     hint, spec = value.hint, value.spec
     if value.type.ndim != 2 or hint is None or spec is None or set(spec.axes) <= set(hint.axes):
         return None
+    if any(node.op in OF_BAGS for node in users[value]):
+        graph.notes.append(f"{inp.name} is gathered: bags of mode='max', or with scale_grad_by_freq, are one kernel")
     made = [as_made(each.value) for each in graph.outputs if each.kind is OutputKind.GRADIENT and each.name == inp.name]
     forward, backward = list(_uses(value, users)), list(_makers(made))
     uses = all(is_cast(node) or (node.op is LOOKUP and node.pin is None) for node in forward)

@@ -198,7 +198,10 @@ def test_bags_match_single_device(case: str, table: str, ids: str) -> None:
     hints = sx.Hints(args=args, loss=squares, specs=sharded | {"table.weight": table})
     pm = sx.parallelize(model, sx.Mesh(dp=2), hints, virtual=True)
     check_step(pm, alone, squares, args, bound=1e-12)
-    if case not in ("maximum", "counts"):
+    kept = case in ("maximum", "counts")
+    gathered = kept and ids == "sharded"
+    assert any("table.weight is gathered: bags of" in each for each in pm.report().warnings) >= gathered
+    if not kept:
         sent = [each for node in pm.planned.nodes if str(node.op).startswith("comm.") for each in node.operands]
         assert max(each.type.numel for each in sent if each.type.dtype.is_floating_point) <= 6 * 6
 
@@ -306,6 +309,28 @@ def test_exchanged_rows_are_stepped_as_on_one_device(name: str, more: str) -> No
         torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-12)
     assert pm.verify() and exchanged(pm)
     assert more == "clipped" or str(pm.rank_program(0)).count("update.rows") == 4
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_momentum_of_sparse_gradients_is_that_of_dense_ones_outside_the_program(nesterov: bool) -> None:
+    def momentum(params: Any) -> optim.Optimizer:
+        return optim.SGD(params, lr=0.1, momentum=0.9, nesterov=nesterov)
+
+    with pytest.raises(sx.Error, match="the step of SGD cannot be traced"):
+        shop(sx.Mesh(dp=2), "dp", "dp", optimizer=momentum)
+    torch.manual_seed(0)
+    alone, specs = Shop(sparse=True).double(), {"args.0": "dp", "items.weight": "dp, -", "long.weight": "-, dp"}
+    hints = sx.Hints(args=visits(), loss=mean, specs=specs)
+    pm = sx.parallelize(deepcopy(alone), sx.Mesh(dp=2), hints, virtual=True)
+    theirs, ours = momentum(alone.parameters()), momentum(pm.parameters())
+    for seed in range(3):
+        for model, each in ((alone, theirs), (pm, ours)):
+            each.zero_grad()
+            out = model(*visits(seed))
+            (mean(out) if model is alone else out).backward()
+            each.step()
+    for key, value in pm.full_state_dict().items():
+        torch.testing.assert_close(value, alone.state_dict()[key], rtol=1e-12, atol=1e-12)
 
 
 def test_ids_without_room_run_again_with_more_bitwise_as_there() -> None:

@@ -41,9 +41,8 @@ class ExchangedRows(ExpertRows):
 
     _numbered: dict[int, Numbers] = field(default_factory=dict)
     _looked_up: dict[tuple[int, int], int] = field(default_factory=dict)
-    """The rows ``[n 1 h]`` of a table that ids ``[n 1]`` name."""
     _summed: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
-    """The gradient of a table, by gradients of rows, ids, its size and the padding."""
+    """Rows ``[n 1 h]`` by table and ids ``[n 1]``; gradients of a table by those of rows, ids, its size and padding."""
 
     def apply(self, node: Node, term: TermOf, call: Callable[[Node, TermOf, Types], Made], types: Types) -> Made | None:
         """The terms of a node's results; None where these laws do not tell."""
