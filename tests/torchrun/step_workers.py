@@ -6,15 +6,18 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+import shardfx as sx
 from tests.plans import MESHES
 from tests.reference import check_step
 from tests.stepped import KINDS, alone, apart, batches, small_plan
 from tests.virtual.test_expert_parallel import layer, routed, squares
+from tests.virtual.test_tables import OPTIMIZERS, mean, shop, visits
 
 from .program_workers import WORKERS
 from .workers import worker
 
 __all__ = ["WORKERS"]
+adagrad = OPTIMIZERS["Adagrad"]
 
 
 @worker
@@ -45,6 +48,27 @@ def experts_get_more_room() -> None:
     params, state = dict(trained.named_parameters()), stepped.full_state_dict()
     assert all(torch.allclose(state[name], value, atol=1e-12) for name, value in params.items())
     assert any("twice the mean" in each for each in stepped.report().warnings)
+
+
+@worker
+def ids_go_to_the_ranks_of_their_rows() -> None:
+    """Steps of sparse tables, one of which runs again on all ranks; and an id beyond the table, an error on all."""
+    pm, alone = shop(sx.Mesh(dp=2), "dp", "dp", virtual=None, optimizer=adagrad)
+    optimizer = adagrad(alone.parameters())
+    for seed in range(3):
+        given = visits(seed)
+        given[1].remainder_(400 if seed == 2 else 800)
+        optimizer.zero_grad()
+        loss = mean(alone(*given))
+        loss.backward()
+        optimizer.step()
+        assert float(pm.step(*given)) == pytest.approx(float(loss), abs=1e-12)
+    state = pm.full_state_dict()
+    assert all(torch.allclose(state[name], value, atol=1e-12) for name, value in alone.state_dict().items())
+    assert any("room for" in each for each in pm.report().warnings)
+    given[1][-1, 0] = 800
+    with pytest.raises(sx.Error, match="out of range"):
+        pm.step(*given)
 
 
 @worker

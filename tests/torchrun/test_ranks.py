@@ -48,6 +48,7 @@ def test_whole_steps(tmp_path: Path) -> None:
         "steps_like_one_device:dp2,3,two",
         f"states_are_saved_and_loaded:{tmp_path}",
         "experts_get_more_room",
+        "ids_go_to_the_ranks_of_their_rows",
     )
 
 

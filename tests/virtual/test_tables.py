@@ -245,13 +245,15 @@ def visits(seed: int = 0, size: int = 128) -> tuple[Tensor, ...]:
     return item, seen, words, more
 
 
-def shop(mesh: sx.Mesh, batch: str, table: str, **options: Any) -> tuple[sx.ParallelModule, nn.Module]:
+def shop(
+    mesh: sx.Mesh, batch: str, table: str, virtual: bool | None = True, **options: Any
+) -> tuple[sx.ParallelModule, nn.Module]:
     torch.manual_seed(0)
     model = Shop(sparse="optimizer" in options).double()
     specs = {"args.0": batch, **{f"args.{i}": f"{batch}, -" for i in (1, 2, 3)}}
     specs |= {f"{name}.weight": f"{table}, -" for name in ("items", "odd", "words", "long")}
     hints = sx.Hints(args=visits(), loss=mean, specs=specs, **options)
-    return sx.parallelize(deepcopy(model), mesh, hints, virtual=True), model
+    return sx.parallelize(deepcopy(model), mesh, hints, virtual=virtual), model
 
 
 def mean(out: Tensor) -> Tensor:
