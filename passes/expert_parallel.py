@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 
@@ -120,7 +120,9 @@ class ExpertParallel(Pass):
         parameters = {inp.value for inp in graph.of_kind(InputKind.PARAMETER)}
         lost, changed = overflow(graph), False
         for ids, nodes in groups.items():
-            made = RoutedRows(graph, context, ids, nodes, parameters, self._capacity(nodes[0], context))
+            hint = self._hint(nodes[0], context)
+            capacity = max(LADDER[self.room], (hint or Experts("any")).capacity)
+            made = RoutedRows(graph, context, ids, nodes, parameters, hint.axes if hint else (), capacity)
             if made.why_not:
                 graph.notes.append(f"experts of {nodes[0].where.module}: rows stay in place, for {made.why_not}")
                 continue
@@ -131,9 +133,9 @@ class ExpertParallel(Pass):
             graph.rename()
         return changed
 
-    def _capacity(self, node: Node, context: PassContext) -> float:
+    def _hint(self, node: Node, context: PassContext) -> Experts | None:
         hints = (each for text, each in context.specs.items() if isinstance(each, Experts) and _names(text, node))
-        return max(LADDER[self.room], next(hints, Experts("any")).capacity)
+        return next(hints, None)
 
 
 def experts_of(graph: Graph, text: str, hint: Experts) -> dict[Value, Spec]:
@@ -177,9 +179,19 @@ def experts_of(graph: Graph, text: str, hint: Experts) -> dict[Value, Spec]:
                 got=f"{ranks} ranks of {hint.axis!r}",
                 remedy=f"experts over {fits}: a mesh with an axis of {fits} ranks, and another one for the rest",
             )
-        if value in inputs:
-            made[value] = Spec((DimSharding(hint.axes), *[REPLICATED] * (value.type.ndim - 1)))
+        for each in _stored(value):
+            if each in inputs:
+                made[each] = Spec((DimSharding(hint.axes), *[REPLICATED] * (each.type.ndim - 1)))
     return made
+
+
+def replicate_own(graph: Graph, hints: Mapping[Value, Any]) -> None:
+    """Let experts that are modules of their own compute with all of their matrices, however a hint stores them."""
+    for node in graph.nodes:
+        stored = _stored(node.operands[1]) if node.op is routed_mm else []
+        for value in stored if len(stored) > 1 else ():
+            if isinstance(hints.get(value), Experts):
+                value.hint = Spec.replicated(value.type.ndim)
 
 
 def _names(text: str, node: Node) -> bool:
@@ -193,6 +205,17 @@ def _origin(value: Value) -> Value:
     return value
 
 
+def _is_stack(node: Node | None) -> TypeGuard[Node]:
+    """Whether a node stacks the matrices of experts that are modules of their own."""
+    return node is not None and node.op is aten.stack.default and node.args[1:] in ((), (0,))
+
+
+def _stored(value: Value) -> list[Value]:
+    """The values that matrices are computed of, by expert where each has its own."""
+    value = _origin(value)
+    return [_origin(each) for each in value.node.operands] if _is_stack(value.node) else [value]
+
+
 class RoutedRows(TokenBlocks):
     """The rows of the tokens that share some ids, and all that is computed of them."""
 
@@ -203,11 +226,14 @@ class RoutedRows(TokenBlocks):
         ids: Value,
         nodes: Sequence[Node],
         parameters: set[Value],
+        hinted: Sequence[str],
         capacity: float,
     ) -> None:
         self.ids, self.nodes = ids, nodes
         self.experts = next(node.operands[1].shape[0] for node in nodes if node.op is routed_mm)
-        known = [_axes_of(node.operands[1], parameters) for node in nodes if node.op is routed_mm]
+        assert ids.spec is not None
+        wanted = hinted or ids.spec.dims[0].axes
+        known = [_axes_of(node.operands[1], parameters, wanted) for node in nodes if node.op is routed_mm]
         super().__init__(graph, context, ids, max(known, key=len))
         pairs = self.t * self.each
         self.room = pairs if capacity >= self.p else min(pairs, math.ceil(capacity * pairs / self.p))
@@ -224,7 +250,7 @@ class RoutedRows(TokenBlocks):
     def convert(self, lost: Value | None) -> None:
         """Convert all products, and what is computed of their rows alone; count rows that are ``lost``, too."""
         self._index(self.nodes[0], lost)
-        inside, gradients = self._inside(), list[Value]()
+        inside, gradients = self._inside(), list[tuple[Value, Value]]()
         for node in [each for each in self.graph.nodes if each in inside]:
             if node.op is routed_mm:
                 x, w, _ = node.operands
@@ -236,8 +262,9 @@ class RoutedRows(TokenBlocks):
                 x, y, _ = node.operands
                 of = {"d": self.of_d, "p": self.of_p, **self._of(node)}
                 args = self._rows(x, node), self._rows(y, node), self.ends, self.p
-                gradients.append(self._call(node, parts_outer, *args, **of))
-                self.rewriter.replace(node.outs[0], gradients[-1])
+                made = self._call(node, parts_outer, *args, **of)
+                gradients.append((made, self._matrices_of(node)))
+                self.rewriter.replace(node.outs[0], made)
             else:
                 self._row_wise(node)
             self.rewriter.erase(node)
@@ -247,8 +274,15 @@ class RoutedRows(TokenBlocks):
                 self.rewriter.replace(value, self._pairs(value))
         self.rewriter.apply()
         users = self.graph.users()
-        for value in gradients:
-            self._place_gradient(value, users)
+        for value, matrices in gradients:
+            self._place_gradient(value, users, matrices)
+
+    def _matrices_of(self, outer: Node) -> Value:
+        """The matrices that a gradient is of: those of the product of the same rows; itself where there is none."""
+        (gradient,) = outer.outs
+        products = (node.operands for node in self.nodes if node.op is routed_mm)
+        found = (w for x, w, _ in products if x is outer.operands[0] and w.shape == gradient.shape)
+        return next(found, gradient)
 
     # ---- which ops are computed by row ----------------------------------------------------------------------------
 
@@ -372,12 +406,28 @@ class RoutedRows(TokenBlocks):
         while self.p > 1 and value.node is not None and self._keeps_experts(value.node):
             self._shard(value.node, {0: self.of_p}, {})
             value = value.node.operands[0]
+        if self.p > 1 and _is_stack(value.node):  # sharded as they are stored: an all-to-all behind it
+            self._shard(value.node, {dim + 1: each for dim, each in self._as_stored(value, 0).items()}, {})
 
-    def _place_gradient(self, value: Value, users: Mapping[Value, Sequence[Node]]) -> None:
-        """Shard experts in what is computed of a gradient of matrices."""
+    def _as_stored(self, matrices: Value, number: int) -> dict[int, DimSharding]:
+        """The dims of an expert's own matrix that are stored over the axes of experts."""
+        spec = _stored(matrices)[number].spec
+        own = {*self.of_p.axes}
+        return {i: each for i, each in enumerate(spec.dims if spec else ()) if own & {*each.axes} and not each.parts}
+
+    def _place_gradient(
+        self, value: Value, users: Mapping[Value, Sequence[Node]], matrices: Value | None = None
+    ) -> None:
+        """Shard experts in what is computed of a gradient of matrices: where each has its own, as that is stored."""
         while self.p > 1 and len(users[value]) == 1 and self._keeps_experts(users[value][0]):
             self.rewriter.place(users[value][0])
             (value,) = users[value][0].outs
+        if self.p == 1 or matrices is None or not _is_stack(_origin(matrices).node):
+            return
+        for node in users[value]:
+            if node.op is aten.select.int and node.args[1] == 0:
+                self._shard(node, self._as_stored(matrices, node.args[2]), {})
+                self._place_gradient(node.outs[0], users)
 
     def _keeps_experts(self, node: Node) -> bool:
         return keeps_first_dim(node, self.cache)
@@ -392,9 +442,13 @@ def keeps_first_dim(node: Node, cache: RuleCache) -> bool:
     return made is not None and made[0] == first and rule.replicated.isdisjoint(first)
 
 
-def _axes_of(value: Value, parameters: set[Value]) -> tuple[str, ...]:
-    """The axes over which the parameter that matrices are computed of is stored, by experts."""
-    value = _origin(value)
-    if value not in parameters or value.spec is None or value.spec.dims[0].parts:
+def _axes_of(matrices: Value, parameters: set[Value], wanted: Sequence[str]) -> tuple[str, ...]:
+    """The axes over which the parameters that matrices are computed of are stored, by experts. Of experts that are
+    modules of their own they shard other dims: the ``wanted`` ones, of the hint or those that shard tokens."""
+    stored = _stored(matrices)
+    spec = stored[0].spec
+    if not parameters.issuperset(stored) or spec is None or spec.dims[0].parts:
         return ()
-    return value.spec.dims[0].axes
+    if len(stored) == 1:
+        return spec.dims[0].axes
+    return tuple(axis for dim in spec.dims for axis in dim.axes if axis in wanted)

@@ -35,6 +35,7 @@ from .canonical.batch_norms import BatchNorm, BatchParts
 from .convert import ProgramNames
 from .data_dependent import stored
 from .frontend.model_preparation import Scopes, copied, python_state_restored, stand_in
+from .frontend.routed_experts import experts_routed
 from .graph_interpreter import interpret
 
 aten = torch.ops.aten
@@ -140,7 +141,7 @@ class EagerReference:
         before = [name for name, _ in model.named_buffers(remove_duplicate=False) if name in aliases]
         own = [as_it_lies(each).requires_grad_(each.requires_grad) for each in tensors]  # which may be written into
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        with _seeded(), ReferenceOps(self._parts), mode:
+        with _seeded(), ReferenceOps(self._parts), mode, experts_routed(model, eager=True):
             outs = program(*own)
             trained: dict[str, Tensor] = {aliases[name]: p for name, p in parameters.items() if p.requires_grad}
             trained |= {name: x for name, x in zip(self._names.leaves, own, strict=True) if x.requires_grad}

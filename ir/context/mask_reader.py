@@ -294,7 +294,7 @@ def _where(shape: Shape, condition: Value, a: Any, b: Any) -> Value | None:
     conditions = true_where(condition)
     if isinstance(condition, Affine) and condition.is_constant:
         chosen = a if condition.start else b
-        return chosen if isinstance(chosen, (Affine, Choice, Token)) else constant(chosen, shape)
+        return chosen if isinstance(chosen, Value) else constant(chosen, shape)
     numbers = [each.start if isinstance(each, Affine) and each.is_constant else each for each in (a, b)]
     if conditions is None or not all(isinstance(each, (bool, int, float)) for each in numbers):
         return None

@@ -28,7 +28,7 @@ from shardfx.ir.rules.sharding_rule import ShardingRule
 from shardfx.ir.spec import Spec
 from shardfx.passes.base import HINTED, Pass, PassContext, RuleCache
 from shardfx.passes.context_parallel import Context, in_stripes
-from shardfx.passes.expert_parallel import Experts, experts_of
+from shardfx.passes.expert_parallel import Experts, experts_of, replicate_own
 
 from .op_hints import pin_nodes
 from .seeds import BY_PASS, as_used, data_axes
@@ -54,6 +54,7 @@ class BindHints(Pass):
         parameters = [inp.value for inp in graph.of_kind(InputKind.PARAMETER) if inp.value in bound]
         exact = {value for value in parameters if isinstance(context.specs[bound[value][1]], Spec)}
         store(graph, parameters, context, exact)
+        replicate_own(graph, {value: context.specs[text] for value, (_, text) in bound.items()})
         return pin_nodes(graph, context) or bool(bound)
 
 

@@ -329,6 +329,92 @@ def test_rows_that_broadcast_over_columns_stay_as_they_are() -> None:
     torch.testing.assert_close(pm(x), made(x).float().square().sum(), rtol=1e-2, atol=1e-2)
 
 
+# ---- experts that are modules of their own ---------------------------------------------------------------------------
+
+T5 = {"vocab_size": 48, "d_model": 16, "num_experts": 4, "encoder_sparse_step": 2, "decoder_sparse_step": 2}
+T5 |= {"use_cache": False, "expert_capacity": 3, "pad_token_id": 1, "decoder_start_token_id": 1}
+SWITCH = {"d_kv": 4, "d_ff": 24, "num_heads": 4, "num_layers": 2, "num_decoder_layers": 2, "dropout_rate": 0.0}
+SWITCH |= {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "router_jitter_noise": 0.0}
+NLLB: dict[str, Any] = dict.fromkeys(("encoder_layers", "decoder_layers"), 2)
+NLLB |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4)
+NLLB |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 24)
+NLLB |= dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0)
+NLLB |= {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "second_expert_policy": "all"}
+LOOPED = {"SwitchTransformers": SWITCH, "NllbMoe": NLLB}
+PAIRS = {"input_ids": IDS, "decoder_input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
+
+
+def looped(name: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A model with routers in the dtype of all else, whose classifiers convert themselves into theirs at each call."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**T5, **LOOPED[name])
+    made: nn.Module = getattr(transformers, f"{name}ForConditionalGeneration")(config).to(dtype).train()
+    for each in made.modules():
+        if hasattr(each, "expert_capacity"):
+            each.dtype = dtype
+    return made
+
+
+def plan_looped(made: nn.Module, mesh: sx.Mesh, specs: Any, tokens: str, **more: Any) -> sx.ParallelModule:
+    given = {"kwargs.*": tokens, "targets.0": tokens, **specs}
+    hints = sx.Hints(kwargs=PAIRS, targets=(IDS,), loss=loss, specs=given, **more)
+    return sx.parallelize(made, mesh, hints, virtual=True)
+
+
+OWN_TP = {"**.experts.*.wi.weight": "tp ep, -", "**.experts.*.wo.weight": "ep, tp"}
+OWN: dict[str, tuple[str, sx.Mesh, dict[str, Any], str, dict[str, Any]]] = {
+    "ep": ("SwitchTransformers", sx.Mesh(ep=2), EP, "ep, -", {}),
+    "ep of four": ("SwitchTransformers", sx.Mesh(ep=4), EP, "ep, -", {}),
+    "dp, ep": ("SwitchTransformers", sx.Mesh(dp=2, ep=2), EP, "dp ep, -", {}),
+    "ep, tp": ("SwitchTransformers", sx.Mesh(ep=2, tp=2), OWN_TP, "ep, -", {}),
+    "tokens on all": ("SwitchTransformers", sx.Mesh(ep=2), EP, "-, -", {}),
+    "by name": ("SwitchTransformers", sx.Mesh(ep=2), {"**.experts.*.*.weight": "ep, -"}, "ep, -", {}),
+    "zero": ("SwitchTransformers", sx.Mesh(dp=2, ep=2), EP, "dp ep, -", {"zero": 3, "zero_min_numel": 1}),
+    "NLLB, whose linear layers have biases": ("NllbMoe", sx.Mesh(ep=2), EP, "ep, -", {}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:redundant compute")
+@pytest.mark.parametrize("how", OWN)
+def test_experts_that_are_modules_match_single_device(how: str) -> None:
+    """Tokens beyond the capacity of their expert get zeros, as in eager."""
+    name, mesh, specs, tokens, more = OWN[how]
+    made = looped(name)
+    alone = deepcopy(made)
+    for each in alone.parameters():  # which those of experts without a token have here, and not in eager
+        each.grad = torch.zeros_like(each)
+    beyond = list[Tensor]()
+    for each in alone.modules():
+        if type(each).__name__ == "SwitchTransformersTop1Router":
+            each.register_forward_hook(lambda _, given, out: beyond.append((out[0].sum(-1) == 0).any()))
+    pm = plan_looped(made, mesh, specs, tokens, **more)
+    check_step(pm, alone, loss, (), (IDS,), kwargs=PAIRS, bound=1e-12)
+    assert name == "NllbMoe" or all(beyond)
+    assert not any("planned" in each for each in pm.report().warnings)
+
+
+def test_matrices_of_experts_that_are_modules_are_not_gathered() -> None:
+    """A rank sends half of the half that it stores, and gets its experts: forward, and their gradients back."""
+    pm = plan_looped(looped("SwitchTransformers"), sx.Mesh(ep=2), EP, "ep, -")
+    sent = {row.kind: row.nbytes for row in pm.report().communication.rows}
+    stored = 2 * 2 * 4 * 24 * 16 * 8 / 2
+    assert sent.keys() == {"all-reduce", "all-to-all", "dispatch", "combine"}
+    assert sent["all-to-all"] == pytest.approx(2 * stored / 2, rel=0.01)
+
+
+def test_routers_that_convert_themselves_change_no_weight() -> None:
+    """In float32 as the models are, without a call before; converted in forward, an error says what to do before."""
+    made = looped("SwitchTransformers", torch.float32)
+    alone, specs = deepcopy(made), {"**.experts.*.wi.weight": "tp, -", "**.experts.*.wo.weight": "-, tp"}
+    pm = plan_looped(made, sx.Mesh(dp=2, tp=2), specs, "dp, -")
+    check_step(pm, alone, loss, (), (IDS,), kwargs=PAIRS, bound=1e-5)
+    made.double()
+    with pytest.raises(sx.Error, match="converts its own modules") as error:
+        plan_looped(made, sx.Mesh(dp=2), {}, "dp, -")
+    assert "router.classifier" in str(error.value) and "float32, which was of torch.float64" in str(error.value)
+
+
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "no room": (lambda: sx.Experts("ep", capacity=0), "experts without room for rows"),
     "no number": (lambda: sx.Experts("ep", capacity="much"), "experts without room for rows"),
