@@ -56,7 +56,8 @@ def _like_product(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     shapes=_like_product,
 )
 def routed_mm(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
-    """The product of each row with the matrix of its expert."""
+    """The product of each row with the matrix of its expert; zeros, and no error, for an id of none: below 0, or not
+    below the number of experts."""
     check(x, w, ids)
     order, ends = by_expert(ids, w.shape[0])
     made = grouped_mm(_rows(x, order, ids.shape[1]), w, ends)
