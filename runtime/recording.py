@@ -25,8 +25,12 @@ from shardfx.ir.schedule.actions import KINDS, Action
 from shardfx.ir.schedule.simulation import Span
 from shardfx.ir.timing.rank_tasks import BEFORE, main_loop, purposes
 
+from .expert_load import ExpertLoad, LoadRecorder, Loads, loads_by_module
+
 Tensor = torch.Tensor
 Row = tuple[tuple[Action, Span], ...]
+Measured = tuple[list[dict[int, tuple[Row, Span]]], dict[int, dict[str, ExpertLoad]]]
+"""The timelines of some ranks, by step, and the load of their experts."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,8 @@ class Recording:
     """A recording of measured steps."""
 
     steps: list[MeasuredStep] = field(default_factory=list)
+    loads: Loads = field(default_factory=dict)
+    """The rows of experts in the last step, by module and rank."""
     _open: list[dict[int, _Recorder]] = field(default_factory=list)
 
     @property
@@ -67,14 +73,16 @@ class Recording:
         made = self._open[-1][rank] = _Recorder()
         return made
 
-    def rows(self) -> list[dict[int, tuple[Row, Span]]]:
-        """The timelines of this process's ranks, by step."""
+    def measured(self) -> Measured:
+        """What this process's ranks did: their timelines, by step, and the load of experts in the last one."""
         every = ({rank: each.row() for rank, each in step.items() if each.stamps} for step in self._open)
-        return [rows for rows in every if rows]
+        last = self._open[-1] if self._open else {}
+        return [rows for rows in every if rows], {rank: each.experts.loads() for rank, each in last.items()}
 
-    def close(self, everybody: Sequence[Sequence[Mapping[int, tuple[Row, Span]]]]) -> None:
-        """Merge the timelines of a job's processes, by step."""
-        for parts in zip(*everybody, strict=True):
+    def close(self, everybody: Sequence[Measured]) -> None:
+        """Merge what the processes of a job measured."""
+        self.loads = loads_by_module(loads for _, loads in everybody)
+        for parts in zip(*(rows for rows, _ in everybody), strict=True):
             ranks = sorted((rank, row, span) for part in parts for rank, (row, span) in part.items())
             spans = [span for _, _, span in ranks]
             span = Span(min(each.start for each in spans), max(each.end for each in spans))
@@ -88,6 +96,7 @@ class _Recorder:
         self.start = 0.0
         self.stamps: list[tuple[fx.Node, float]] = []
         """Each call, and its end time."""
+        self.experts = LoadRecorder()
         self._cuda = False
 
     def inputs(self, inputs: Sequence[Input], tensors: Sequence[Tensor]) -> None:
@@ -97,6 +106,7 @@ class _Recorder:
 
     def __call__(self, node: fx.Node, result: Any, operands: tuple[Any, ...]) -> None:
         """Record the end of a call."""
+        self.experts(node, result)
         self.stamps.append((node, self._now()))
 
     def _now(self) -> float:

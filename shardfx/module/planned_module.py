@@ -316,14 +316,14 @@ class PlannedModule(ProxyRoot):
                 pm(x, y).backward()
             print(recording.step, recording.bubble)
 
-        The report then says both. Every call is looked at, which takes some microseconds each. Under ``torchrun`` all
-        ranks open it, and rank 0 writes.
+        The report then says both, and how many rows the experts of each rank got in the last step. Every call is
+        looked at, which takes some microseconds each. Under ``torchrun`` all ranks open it, and rank 0 writes.
         """
         recording, rank = Recording(), self._this_rank
         with self._watching(recording):
             yield recording
-        rows = recording.rows()
-        recording.close([rows] if rank is None or is_dry_run() else tell_all(rows))
+        mine = recording.measured()
+        recording.close([mine] if rank is None or is_dry_run() else tell_all(mine))
         if recording.steps:
             self._measured = recording
         if not rank or is_dry_run():

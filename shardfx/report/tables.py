@@ -18,6 +18,7 @@ from shardfx.ir.program.arena_layout import arena_use
 from shardfx.ir.schedule.simulation import check_schedule
 from shardfx.ir.text.printer import size_text
 from shardfx.report.console import count_text, seconds_text, table
+from shardfx.runtime.expert_load import busiest
 
 if TYPE_CHECKING:
     from shardfx.ir.cost.footprint import Peak, Storage
@@ -55,7 +56,7 @@ def report_tables(report: Report) -> RenderableType:
     axes = " x ".join(f"{axis.name} {axis.size}" for axis in mesh.axes)
     head = Text.assemble(("Plan", "bold"), f"  {axes}: {mesh.size} ranks; {before} ops captured, {after} planned")
     parts: list[RenderableType] = [head, "", *_stages(report), *memory_tables(report.memory, report.time.machine), ""]
-    parts += [_communication(report), "", *_tiles(report), *_time(report)]
+    parts += [_communication(report), "", *_tiles(report), *_experts(report), *_time(report)]
     for title, style, texts in (("notes", "", report.notes), ("Warnings", "yellow", report.warnings)):
         if texts:
             parts += ["", Text(title, "bold"), *(Padding(Text(f"- {text}", style), (0, 0, 0, 2)) for text in texts)]
@@ -160,6 +161,18 @@ def _tiles(report: Report) -> list[RenderableType]:
     made.add_section()
     add("all", report.tiles, report.time.cost.flops)
     return [made, ""]
+
+
+def _experts(report: Report) -> list[RenderableType]:
+    """The load of experts in the last step that was recorded."""
+    loads = report.measured.loads if report.measured is not None else {}
+    made = table(
+        "Load of experts", "module", "rows of the busiest rank", "over the mean", "of its room", right=[1, 2, 3]
+    )
+    for module, of_ranks in loads.items():
+        rows, over, share = busiest([*of_ranks.values()])
+        made.add_row(module, f"{rows:,}", f"{over:.2f}", f"{share:.0%}")
+    return [made, ""] if loads else []
 
 
 def _time(report: Report) -> list[RenderableType]:

@@ -430,3 +430,23 @@ def test_wrong_experts_are_an_error(case: str) -> None:
     wrong, said = WRONG[case]
     with pytest.raises(sx.Error, match=said):
         wrong()
+
+
+@pytest.mark.parametrize("more", [{}, {"recompute": "model.layers.*"}])
+def test_a_recorded_step_has_the_load_of_experts(more: dict[str, Any], tmp_path: Path) -> None:
+    """Of those that eager code chose; recomputed ones count once."""
+    made, alone = model("mixtral")
+    chosen = dict[str, Tensor]()
+    for path, module in alone.named_modules():
+        if path.endswith("mlp.experts"):
+            module.register_forward_pre_hook(lambda _, args, path=path: chosen.update({path: args[1]}))
+    alone(IDS)
+    pm = plan(made, sx.Mesh(ep=2), EP, **more)
+    assert "Load of experts" not in str(pm.report())
+    with pm.record(tmp_path / "step.json") as recording:
+        pm(IDS, IDS).backward()
+    for path, ids in chosen.items():
+        loads = recording.loads[path]
+        assert [*loads[0].rows, *loads[1].rows] == ids.flatten().bincount(minlength=4).tolist()
+        assert all(load.total <= load.room for load in loads.values())
+    assert "Load of experts" in str(pm.report())
