@@ -63,7 +63,7 @@ def watch_parameters(store: Store, stepped: Collection[str], norm: Norm) -> None
     owner = weakref.WeakMethod(norm) if store.rank is not None else None
     for name, parameter in store.parameters.items():
         _stored[parameter] = StoredParameter(name, name in stepped, store.shown(name), owner)
-    if (stepped or owner is not None) and not _hooks:
+    if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
     if owner is not None and not _torch_norm:
@@ -90,6 +90,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             expected="pm.step(x, y)",
             got="a second optimizer of the same parameters",
             remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
+        )
+    if stored and isinstance(optimizer, torch.optim.SparseAdam):
+        raise Error(
+            f"SparseAdam takes sparse gradients, and that of {stored[0].name!r} is a dense shard outside of pm.step",
+            where="SparseAdam.step()",
+            expected="pm.step(x, y), in which the rows that are looked up are stepped",
+            got="an optimizer of pm.parameters()",
+            remedy="Hints(optimizer=torch.optim.SparseAdam), and pm.step; or step Adagrad or SGD here",
         )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None and any(each.shown is not None for each in stored) and _may_step_locally(optimizer):

@@ -333,6 +333,8 @@ def test_momentum_of_sparse_gradients_is_that_of_dense_ones_outside_the_program(
             each.step()
     for key, value in pm.full_state_dict().items():
         torch.testing.assert_close(value, alone.state_dict()[key], rtol=1e-12, atol=1e-12)
+    with pytest.raises(sx.Error, match=r"a dense shard outside of pm.step(.|\n)*optimizer=torch.optim.SparseAdam"):
+        optim.SparseAdam(pm.parameters()).step()
 
 
 def test_ids_without_room_run_again_with_more_bitwise_as_there() -> None:
