@@ -15,6 +15,7 @@ data-parallel batch those of DLRM, Naumov et al., 2019, and TorchRec.)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -70,7 +71,11 @@ class EmbeddingTables(Pass):
     )
 
     def __post_init__(self) -> None:
-        if isinstance(self.capacity, bool) or not isinstance(self.capacity, (int, float)) or not self.capacity >= 0:
+        if (
+            isinstance(self.capacity, bool)
+            or not isinstance(self.capacity, (int, float))
+            or not (0 <= self.capacity < math.inf)
+        ):
             expected = "times the mean number of ids, as 1.25; 0 sends ids to all ranks"
             raise Error(
                 "no capacity for ids", where="EmbeddingTables(capacity=...)", expected=expected, got=self.capacity

@@ -86,7 +86,11 @@ class TokenBlocks:
         """The number of rows that are lost here, and before."""
         own = self._call(node, aten.sum.default, lost)
         none = before or self._call(node, aten.mul.Tensor, own, 0)  # so that the first layer is like the others
-        return self._call(node, aten.add.Tensor, none, own)
+        total = self.rewriter.call(aten.add.Tensor, none, own, like=node, why=self.why)
+        nodes = self.rewriter.graph.nodes
+        if before is not None and before.node is not None and nodes.index(before.node) > nodes.index(node):
+            return self.rewriter.after(before.node, total).outs[0]
+        return self.rewriter.before(node, total).outs[0]
 
     # ---- blocks of tokens ------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from shardfx.passes import (
     BucketComm,
     Context,
     ContextParallel,
+    EmbeddingTables,
     Loops,
     Offload,
     Pass,
@@ -153,6 +154,7 @@ def _asked(hints: Hints) -> dict[type[Pass], tuple[Pass, ...]]:
         Recompute: (*again, *(each for each in requested if isinstance(each, Recompute))),
         RematerializeKeys: (RematerializeKeys(),) if contexts else (),
         TableRows: tables,
+        EmbeddingTables: (EmbeddingTables(capacity=0),) if tables else (EmbeddingTables(),),
         Loops: (Loops(fetch=hints.zero == 3, strict=hints.strict),),
         Offload: tuple(left for each in away for left in (each.without("activations") if auto else (each,))),
     }

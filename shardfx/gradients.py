@@ -86,10 +86,10 @@ def check_scale(hints: Hints) -> None:
     if isinstance(scale, LossScale) and (hints.loss is None or hints.optimizer is None):
         raise Error(
             "a scale that adapts is stepped with the optimizer",
-            where="Hints(mixed_precision=...): scale",
+            where="Hints(mixed_precision=...): loss_scale",
             expected="Hints(loss=..., optimizer=...), and pm.step(x, y)",
             got=repr(scale),
-            remedy="give the optimizer in the hints; or a number: MixedPrecision(..., scale=2.0**14)",
+            remedy="give the optimizer in the hints; or a number: MixedPrecision(..., loss_scale=2.0**14)",
         )
 
 
@@ -112,7 +112,7 @@ def reject_half(compiled: Compiled, autocast: Iterable[tuple[str, torch.dtype]])
             expected="training in bfloat16, float32 or float64; or a scale that the program knows",
             got=(cast + half)[0],
             remedy="Hints(mixed_precision=torch.bfloat16), without a scaler; or "
-            "Hints(mixed_precision=shardfx.MixedPrecision(torch.float16, output=torch.float32, scale=2.0**14))",
+            "shardfx.MixedPrecision(torch.float16, output_dtype=torch.float32, loss_scale=2.0**14) there",
         )
 
 

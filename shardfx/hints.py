@@ -239,7 +239,7 @@ def specs_in_iterations(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
         ndim = next((dims for name, dims in inputs.items() if pattern(text).fullmatch(name)), None)
         spec = as_spec(hint, mesh, ndim, text) if ndim is not None else None
         if spec is not None and spec.dims[0].axes and axis not in spec.axes:
-            specs[text], found = _before(axis, spec), True
+            specs[text], found = _before(axis, spec, hint), True
     if found:
         return specs
     first = next((name for name in inputs if not name.startswith("targets.")), None)
@@ -255,7 +255,7 @@ def specs_in_iterations(mesh: Mesh, hints: Hints) -> Mapping[str, Any]:
         )
     by = next((text for text in specs if pattern(text).fullmatch(first)), first)
     given = as_spec(specs[by], mesh, inputs[first], by) if by in specs else Spec.replicated(inputs[first])
-    return {**specs, by: given if axis in given.axes else _before(axis, given)}
+    return {**specs, by: given if axis in given.axes else _before(axis, given, specs.get(by))}
 
 
 def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:
@@ -274,5 +274,10 @@ def _unsaid(mesh: Mesh, hints: Hints, inputs: Mapping[str, int]) -> str:
     return "" if any(time in spec.axes for spec in said) else time
 
 
-def _before(axis: str, spec: Spec) -> Spec:
+def _before(axis: str, spec: Spec, hint: Any) -> Spec | str:
+    """With the axis first; a text stays one, of which passes may choose stripes."""
+    if isinstance(hint, str) and not any(each.parts for each in spec.dims):
+        return ", ".join(
+            [" ".join([axis, *spec.dims[0].axes]), *(" ".join(each.axes) or "-" for each in spec.dims[1:])]
+        )
     return spec.with_dim(0, DimSharding((axis, *spec.dims[0].axes)))

@@ -123,7 +123,8 @@ class EagerReference:
             ours, theirs = self._captured(graph, drawn, mode), self._eager(own, inputs, mode)
             coarse = self._captured(graph, drawn, ReproducibleRun(torch.float32))
         except Exception:  # of code that takes no other precision
-            return _differing(names, got, self._expected, epsilon**LOOSE)
+            most = max(_largest(wide(each.detach()).abs()) for each in self._expected.values())
+            return _differing(names, got, self._expected, epsilon**LOOSE, epsilon * most)
 
         def is_rounding(name: str) -> bool:
             pairs = (ours, theirs), (coarse, ours), (got, ours), (self._expected, theirs)
@@ -224,10 +225,12 @@ def _distance(ours: Tensor | None, theirs: Tensor | None) -> tuple[Tensor, float
     return far, _largest(torch.where(far > 0, other.abs().nan_to_num(0.0, 0.0, 0.0), 0.0))
 
 
-def _differing(names: Iterable[str], got: RunOutputs, expected: RunOutputs, tolerance: float) -> list[str]:
-    """The outputs that differ by more than ``tolerance`` times the largest element that does."""
+def _differing(
+    names: Iterable[str], got: RunOutputs, expected: RunOutputs, tolerance: float, least: float = 0.0
+) -> list[str]:
+    """The outputs that differ by more than ``tolerance`` times the largest element that does, and than ``least``."""
     found = {name: _distance(got.get(name), expected.get(name)) for name in names}
-    return [name for name, (far, largest) in found.items() if _largest(far) > tolerance * largest]
+    return [name for name, (far, largest) in found.items() if _largest(far) > max(tolerance * largest, least)]
 
 
 def _largest(each: Tensor) -> float:

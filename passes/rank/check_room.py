@@ -17,9 +17,10 @@ from torch import fx
 from shardfx.ir.graph import OutputKind
 from shardfx.ir.ops.experts.dispatch import check_room
 from shardfx.ir.ops.local_ops import row_of
+from shardfx.ir.program.loops.loop_regions import loop_role
 from shardfx.ir.program.rank_program import RankProgram
 
-from .rank_pass import RankContext, RankPass, call_before, is_update
+from .rank_pass import RankContext, RankPass, call_before, is_update, waits
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,25 @@ class CheckRoom(RankPass):
         end = program.result()
         results: list[Any] = list(end.args[0])  # type: ignore[arg-type]
         counted = next((i for i, each in enumerate(program.outputs) if each.kind is OutputKind.OVERFLOW), None)
-        first = next((node for node in program.graph.nodes if node.op == "call_function" and is_update(node)), None)
-        if counted is None or first is None:
+        if counted is None:
             return False
         lost = results[counted]
+        calls = _behind_loops(program.graph, lost)
+        first = next((node for node in calls if node.op == "call_function" and is_update(node)), None)
+        if first is None:
+            return False
         _move_before(lost, first)
         results[counted] = call_before(first, check_room, lost, like=lost)
         end.args = (tuple(results),)
         return True
+
+
+def _behind_loops(graph: fx.Graph, lost: fx.Node) -> list[fx.Node]:
+    """The nodes behind the loops that count what is lost: in and before them, an update makes values of its own."""
+    nodes = [*graph.nodes]
+    counted = nodes.index(lost.args[0] if waits(lost) else lost)
+    ends = (at for at in range(counted, -1, -1) if loop_role(nodes[at]) == "closes")
+    return nodes[next(ends, -1) + 1 :]
 
 
 def _move_before(node: fx.Node, anchor: fx.Node) -> None:

@@ -403,6 +403,36 @@ def test_matrices_of_experts_that_are_modules_are_not_gathered() -> None:
     assert sent["all-to-all"] == pytest.approx(2 * stored / 2, rel=0.01)
 
 
+def override(expert: Any) -> None:
+    expert.forward = lambda hidden: 2 * expert.wo(expert.act(expert.wi(hidden)))
+
+
+UNLIKE: dict[str, Callable[[Any], Any]] = {
+    "another forward": override,
+    "another mode": lambda expert: expert.eval(),
+    "another dropout": lambda expert: setattr(expert.dropout, "p", 0.5),
+    "another activation": lambda expert: setattr(expert.act, "slope", 2.0),
+    "a hook": lambda expert: expert.wi.register_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_experts_that_are_unlike_are_not_routed(what: str) -> None:
+    made = looped("SwitchTransformers")
+    UNLIKE[what](made.encoder.block[1].layer[1].mlp.experts["expert_1"])
+    with pytest.raises(sx.Error, match="depend on the data"):
+        plan_looped(made, sx.Mesh(dp=2), {}, "dp, -")
+
+
+def test_an_expert_whose_mode_changes_later_is_another_specialization() -> None:
+    made = looped("SwitchTransformers")
+    pm = plan_looped(made, sx.Mesh(dp=2), {}, "dp, -")
+    pm(IDS, **PAIRS)
+    made.encoder.block[1].layer[1].mlp.experts["expert_1"].dropout.p = 0.5
+    with pytest.raises(sx.Error, match=r"dropout.\]\.p == 0.0 fails"):
+        pm(IDS, **PAIRS)
+
+
 def test_routers_that_convert_themselves_change_no_weight() -> None:
     """In float32 as the models are, without a call before; converted in forward, an error says what to do before."""
     made = looped("SwitchTransformers", torch.float32)

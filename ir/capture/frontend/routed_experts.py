@@ -30,6 +30,7 @@ from shardfx.ir.ops.experts.routed_product import routed_mm
 
 SAYS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "_apply_gate")
 """What such a module says of itself."""
+PLAIN = (int, float, str, type(None))
 IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 """The implementations of transformers that compute the same; a user's own stays what it is."""
 
@@ -41,18 +42,40 @@ def is_routed(module: nn.Module) -> bool:
 
 
 def is_looped(module: nn.Module) -> bool:
-    """Whether a module is experts of transformers that are modules of their own, without hooks: all equal, each of two
-    linear layers, an activation and a dropout between them."""
+    """Whether a module is experts of transformers that are modules of their own: all alike, each of two linear layers,
+    an activation and a dropout between them, as they were written: without hooks, and with no other ``forward``."""
     if not isinstance(module, nn.ModuleDict) or not type(module).__module__.startswith("transformers.models."):
         return False
     experts = _experts(module)
-    known = len(experts) == getattr(module, "num_experts", 0) and len(set(map(str, experts))) == 1
-    known &= {*module} <= {*(f"expert_{i}" for i in range(len(experts))), "token_dropout"}
+    inside = [each for expert in experts for each in expert.modules()]
+    known = len(experts) == getattr(module, "num_experts", 0) and {*module} <= {
+        *(f"expert_{i}" for i in range(len(experts))),
+        "token_dropout",
+    }
+    known &= all(_described(expert) == _described(experts[0]) for expert in experts) and all(
+        map(_is_as_written, (module, *inside))
+    )
     for expert in experts:
         linear = {*_linear_names(expert)}
         known &= len(linear) == 2 and expert._modules.keys() - linear == {"act", "dropout"}
-    inside = (each for expert in experts for each in expert.modules())
     return known and not any(each._forward_hooks or each._forward_pre_hooks for each in inside)
+
+
+def _described(module: nn.Module) -> list[Any]:
+    """What a module and those in it are: equal for two that compute the same of their parameters."""
+    return [
+        (path, type(each), name, value if isinstance(value, PLAIN) else id(value))
+        for path, each in module.named_modules()
+        for name, value in {"": None, **vars(each)}.items()
+        if not name.startswith("_")
+    ]
+
+
+def _is_as_written(module: nn.Module) -> bool:
+    """Whether the ``forward`` of a module of torch or transformers is that of its class."""
+    forward = type(module).forward
+    library = forward.__module__.startswith(("torch.nn.", "transformers."))
+    return library and "forward" not in vars(module) and forward.__name__ == "forward"
 
 
 def _experts(module: nn.ModuleDict) -> list[nn.Module]:
@@ -81,8 +104,10 @@ def looped_experts(self: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -
     mask ``[n k g]``, in which a token beyond the capacity of its expert has none."""
     ids = torch.where(chosen.any(-1), chosen.argmax(-1), -1) if chosen.dim() == 3 else chosen
     experts: list[Any] = _experts(self)
+    drop = experts[0].dropout
+    assert all(each.dropout.p == drop.p and each.dropout.training == drop.training for each in experts)  # guards
     up, down = _linear_names(experts[0])
-    rows = experts[0].dropout(experts[0].act(_stacked(experts, up, hidden.unsqueeze(1), ids)))
+    rows = drop(experts[0].act(_stacked(experts, up, hidden.unsqueeze(1), ids)))
     rows = _stacked(experts, down, rows, ids) * weights.unsqueeze(-1)
     if (share := getattr(self, "moe_token_dropout", 0)) > 0:
         rows = self.token_dropout(rows) if self.training else rows * (1 - share)
