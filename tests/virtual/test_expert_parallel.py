@@ -394,6 +394,7 @@ def test_experts_that_are_modules_match_single_device(how: str) -> None:
     assert not any("planned" in each for each in pm.report().warnings)
 
 
+@pytest.mark.long
 def test_matrices_of_experts_that_are_modules_are_not_gathered() -> None:
     """A rank sends half of the half that it stores, and gets its experts: forward, and their gradients back."""
     pm = plan_looped(looped("SwitchTransformers"), sx.Mesh(ep=2), EP, "ep, -")
@@ -416,6 +417,7 @@ UNLIKE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", UNLIKE)
 def test_experts_that_are_unlike_are_not_routed(what: str) -> None:
     made = looped("SwitchTransformers")
@@ -424,6 +426,7 @@ def test_experts_that_are_unlike_are_not_routed(what: str) -> None:
         plan_looped(made, sx.Mesh(dp=2), {}, "dp, -")
 
 
+@pytest.mark.long
 def test_an_expert_whose_mode_changes_later_is_another_specialization() -> None:
     made = looped("SwitchTransformers")
     pm = plan_looped(made, sx.Mesh(dp=2), {}, "dp, -")
@@ -433,6 +436,7 @@ def test_an_expert_whose_mode_changes_later_is_another_specialization() -> None:
         pm(IDS, **PAIRS)
 
 
+@pytest.mark.long
 def test_routers_that_convert_themselves_change_no_weight() -> None:
     """In float32 as the models are, without a call before; converted in forward, an error says what to do before."""
     made = looped("SwitchTransformers", torch.float32)

@@ -274,6 +274,7 @@ EXCHANGES: dict[str, tuple[sx.Mesh, str, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", EXCHANGES)
 def test_ids_sent_to_the_ranks_of_their_rows_match_single_device(how: str) -> None:
     """Rows that ranks do not divide, and sums of long bags, are partial sums: a lookup of 8 rows a bag sends more."""
@@ -285,6 +286,7 @@ def test_ids_sent_to_the_ranks_of_their_rows_match_single_device(how: str) -> No
     assert {"id-exchange", "row-exchange"} <= kinds
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["SGD", "Adagrad"])
 @pytest.mark.parametrize("more", ["alone", "clipped", "micro-batches", "in host memory"])
 def test_exchanged_rows_are_stepped_as_on_one_device(name: str, more: str) -> None:
@@ -339,6 +341,7 @@ def test_momentum_of_sparse_gradients_is_that_of_dense_ones_outside_the_program(
         optim.SparseAdam(pm.parameters()).step()
 
 
+@pytest.mark.long
 def test_ids_without_room_run_again_with_more_bitwise_as_there() -> None:
     """Uniform ids, then more for one rank than twice the mean of a capacity of 1, and all for it."""
     pm, alone = shop(sx.Mesh(dp=4), "dp", "dp")
@@ -441,6 +444,7 @@ def test_a_table_of_few_rows_is_gathered() -> None:
     assert not pm.planned.notes and pm.verify()
 
 
+@pytest.mark.long
 def test_damaged_exchanges_are_refused() -> None:
     dense, ids, labels = batch(0, (800, 800, 800), 256)
     model = DLRM["DLRM"]((800, 800, 800), 8).double()
@@ -463,6 +467,7 @@ def test_a_capacity_that_is_none_is_an_error() -> None:
         EmbeddingTables(capacity=-1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
 def test_damaged_lookups_and_steps_of_rows_are_refused(tables: dict[str, str]) -> None:
     pm, _ = plan(2, tables, sparse=True, optimizer=SPARSE["Adagrad"])
