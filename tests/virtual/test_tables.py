@@ -444,14 +444,10 @@ def test_a_table_of_few_rows_is_gathered() -> None:
     assert not pm.planned.notes and pm.verify()
 
 
-@pytest.mark.long
-def test_damaged_exchanges_are_refused() -> None:
-    dense, ids, labels = batch(0, (800, 800, 800), 256)
-    model = DLRM["DLRM"]((800, 800, 800), 8).double()
-    hints = sx.Hints(args=(dense, ids), loss=LOSS, targets=(labels,), specs=SPECS | BY_ROWS)
-    pm = sx.parallelize(model, sx.Mesh(dp=4), hints, virtual=True)
-    tried, programs = set[str](), Programs.of(pm, False)
-    for mutation in EXCHANGED:
+def check_refused(pm: sx.ParallelModule, mutations: Any, as_they_run: bool) -> set[str]:
+    """Check that programs with each damage are refused, at two places; returns what was tried."""
+    tried, programs = set[str](), Programs.of(pm, as_they_run)
+    for mutation in mutations:
         for place, changed in programs.damaged(mutation, 2):
             tried.add(mutation.name)
             try:
@@ -459,27 +455,28 @@ def test_damaged_exchanges_are_refused() -> None:
             except sx.Error:
                 refused = True
             assert refused, f"{mutation.name} at {place}"
+    return tried
+
+
+@pytest.mark.long
+def test_damaged_exchanges_are_refused() -> None:
+    dense, ids, labels = batch(0, (800, 800, 800), 256)
+    model = DLRM["DLRM"]((800, 800, 800), 8).double()
+    hints = sx.Hints(args=(dense, ids), loss=LOSS, targets=(labels,), specs=SPECS | BY_ROWS)
+    pm = sx.parallelize(model, sx.Mesh(dp=4), hints, virtual=True)
+    tried = check_refused(pm, EXCHANGED, False)
     assert len(tried) == len(EXCHANGED), tried
 
 
 def test_a_capacity_that_is_none_is_an_error() -> None:
-    with pytest.raises(sx.Error, match="no capacity for ids"):
-        EmbeddingTables(capacity=-1)
+    for capacity in (-1, float("inf")):
+        with pytest.raises(sx.Error, match="no capacity for ids"):
+            EmbeddingTables(capacity=capacity)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("tables", [BY_ROWS, BY_COLUMNS], ids=["rows", "columns"])
 def test_damaged_lookups_and_steps_of_rows_are_refused(tables: dict[str, str]) -> None:
     pm, _ = plan(2, tables, sparse=True, optimizer=SPARSE["Adagrad"])
-    tried = set[str]()
-    for mutations, as_they_run in ((LOOKUPS, False), (STEPS, True)):
-        programs = Programs.of(pm, as_they_run)
-        for mutation in mutations:
-            for place, changed in programs.damaged(mutation, 2):
-                tried.add(mutation.name)
-                try:
-                    refused = not pm.verify({rank: program.module() for rank, program in changed.items()})
-                except sx.Error:
-                    refused = True
-                assert refused, f"{mutation.name} at {place}"
+    tried = check_refused(pm, LOOKUPS, False) | check_refused(pm, STEPS, True)
     assert len(tried) == (12 if tables is BY_ROWS else 9), tried

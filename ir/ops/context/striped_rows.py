@@ -34,7 +34,7 @@ def ranges_of(shape: Sequence[int], box: Sequence[int]) -> list[list[int]]:
     if len(box) <= len(shape):
         return [[length, first, length] for first, length in zip(box or [0] * len(shape), shape, strict=True)]
     rest = iter(box)
-    return [_merged([[next(rest) for _ in "123"] for _ in range(next(rest))]) for _ in shape]
+    return [_merged([[next(rest) for _ in range(3)] for _ in range(next(rest))]) for _ in shape]
 
 
 def _merged(sub_dims: list[list[int]]) -> list[int]:
