@@ -96,6 +96,8 @@ class OutputKind(StrEnum):
     GUARD = "guard"
     OVERFLOW = "overflow"
     """The number of rows for which a step has no room: it is run again with more."""
+    ROWS = "rows"
+    """The rows of an embedding table that a step looks up, where its gradient is sparse; negative: none."""
 
     @property
     def is_kept(self) -> bool:
@@ -115,7 +117,7 @@ class OutputKind(StrEnum):
     @property
     def leaves_replicated(self) -> bool:
         """Whether it is returned replicated."""
-        return self in (OutputKind.LOSS, OutputKind.GUARD, OutputKind.OVERFLOW)
+        return self in (OutputKind.LOSS, OutputKind.GUARD, OutputKind.OVERFLOW, OutputKind.ROWS)
 
 
 @dataclass(frozen=True, slots=True)

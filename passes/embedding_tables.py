@@ -96,7 +96,10 @@ class EmbeddingTables(Pass):
         for text in dict.fromkeys(table.stored.hinted_by for table in found):
             names = [table.name for table in found if table.stored.hinted_by == text]
             tables = f"{names[0]} is" if len(names) == 1 else f"{len(names)} tables are"
-            graph.notes.append(f"{text!r}: {tables} looked up in where stored: ids and rows are sent, no table")
+            made = (as_made(o.value) for o in graph.outputs if o.kind is OutputKind.GRADIENT and o.name in names)
+            summed = sorted({axis for value in made if value.spec for axis, _ in value.spec.partial})
+            sent = f"and dense gradients over {', '.join(summed)}" if summed else "no table"
+            graph.notes.append(f"{text!r}: {tables} looked up in where stored: ids and rows are sent, {sent}")
         return bool(found)
 
 

@@ -28,7 +28,7 @@ from .boxes import Box, BoxBuilder, BoxKind, BoxLine, Detail, Edge, Lane, Pictur
 from .folding import ENDS, FoldedGraph, ModuleTree, fold, view_hosts
 from .style import TIMES
 
-RESULTS = (OutputKind.RESULT, OutputKind.LOSS, OutputKind.GUARD, OutputKind.OVERFLOW)
+RESULTS = (OutputKind.RESULT, OutputKind.LOSS, OutputKind.GUARD, OutputKind.OVERFLOW, OutputKind.ROWS)
 ALL_OPS = 48
 """The most boxes for which every single op is drawn."""
 ALL_MODULES = 90

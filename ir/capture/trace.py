@@ -50,6 +50,7 @@ from .frontend.model_preparation import (
 from .frontend.traced_program import TracedProgram, without_repeats
 from .model_and_loss import ModelAndLoss, TraceResults, leaf_names, loss_source
 from .optimizer.optimizer_groups import Factory
+from .optimizer.sparse_rows import name_rows
 from .optimizer.training_step import SCALE, TrainingStep
 from .optimizer.update_spec import UpdateSpec
 from .repeated_blocks import TRACED_WHOLE, FoldedModel, find_repeats
@@ -187,7 +188,7 @@ def capture(
         begins = scale.init if isinstance(scale, LossScale) else scale or 1.0
         wanted = ProgramNames(tuple(names), aliases, loss_source(loss), seed=begins, seed_state=SCALE if adapts else "")
         trace = partial(_trace, mesh=mesh, names=wanted, batch_parts=batch_parts, compute=compute)
-        trace = partial(trace, outcomes=short.outcomes)
+        trace = partial(trace, outcomes=short.outcomes, gives_rows=optimizer is None)
         graph, note = trace(program(short.model, short.repeats), tuple(tensors)), short.note
         graph.repeats = short.repeats
         try:
@@ -228,6 +229,7 @@ def _trace(
     batch_parts: BatchParts,
     compute: MixedPrecision | None,
     outcomes: OutcomeCache | None,
+    gives_rows: bool,
 ) -> Graph:
     """The graph of a program's forward and backward, by one trace, compared with eager PyTorch on the example."""
     from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -249,6 +251,8 @@ def _trace(
         graph.notes = [each for each in (eager.note, *graph.notes) if each]
         if compute is not None:
             sum_gradients_in(graph, compute.sums)
+        if gives_rows:
+            name_rows(graph)
         return graph
     except Error:
         raise

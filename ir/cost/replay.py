@@ -113,6 +113,7 @@ KEPT = {
     OutputKind.STATE: "new states",
     OutputKind.GUARD: "results",
     OutputKind.OVERFLOW: "results",
+    OutputKind.ROWS: "results",
 }
 
 

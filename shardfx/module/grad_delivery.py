@@ -23,6 +23,7 @@ from shardfx.gradients import gradients_of, is_pulled
 from shardfx.ir.errors import Error
 from shardfx.ir.graph import OutputKind
 from shardfx.module.call_signature import TARGETS, CallSignature, ModuleCall, input_key
+from shardfx.module.sparse_steps import touch, touched_rows
 from shardfx.runtime.distributed.dtensor_shard import DTensorShard
 from shardfx.runtime.step import ProgramRunner, Results, RunStart
 from shardfx.runtime.store import Store, version
@@ -58,6 +59,7 @@ class GradientDelivery:
 
     grads: list[torch.Tensor | None] | None
     note: Callable[[torch.Tensor | float], None]
+    rows: dict[torch.Tensor, torch.Tensor]
 
     def __call__(self, above: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         (scale,), grads = above, self.grads
@@ -70,6 +72,7 @@ class GradientDelivery:
                 remedy="call pm(...) again, or keep them: loss.backward(retain_graph=True)",
             )
         self.note(scale)
+        touch(self.rows)
         if torch._C._autograd._get_current_graph_task_keep_graph():
             return [g if g is None else g * scale for g in grads]
         self.grads = None
@@ -128,7 +131,8 @@ def loss_with_grads(
     tensors = leaves(wanted)
     grads = gradients(step, call, local, wanted, results) or [None for _ in tensors]
     loss = results[OutputKind.LOSS, "loss"][0].clone()
-    return attach(loss, GradientDelivery(grads, step.store.handed_out), tensors)  # type: ignore[no-any-return]
+    delivery = GradientDelivery(grads, step.store.handed_out, touched_rows(step, results))
+    return attach(loss, delivery, tensors)  # type: ignore[no-any-return]
 
 
 def check_step(

@@ -3,7 +3,8 @@
 Under ``torchrun`` sharded parameters are DTensors. To an elementwise optimizer of torch they are nothing but elements,
 and DTensor's dispatch of each op costs more than the op: a copy of the optimizer steps the local shards in the same
 memory, and its states are wrapped as DTensors again. Optimizers that look at full tensors, those of others, gradients
-of other placements, hooks and closures go through DTensor.
+of other placements, hooks and closures go through DTensor. ``SparseAdam`` gets sparse gradients so, on virtual ranks
+too (:mod:`.sparse_steps`).
 
 ``torch.nn.utils.clip_grad_norm_`` gets the norm over all ranks and stages.
 """
@@ -26,6 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardfx.ir.errors import Error
 from shardfx.module.program_optimizer import ProgramOptimizer
+from shardfx.module.sparse_steps import reject_closure, sparse_gradient_of, takes_rows
 from shardfx.runtime.store import Store, with_strides_of
 
 if TYPE_CHECKING:
@@ -91,15 +93,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             got="a second optimizer of the same parameters",
             remedy="leave it out; or leave Hints(optimizer=...) out, and go on as with any module",
         )
-    if stored and isinstance(optimizer, torch.optim.SparseAdam):
-        raise Error(
-            f"SparseAdam takes sparse gradients, and that of {stored[0].name!r} is a dense shard outside of pm.step",
-            where="SparseAdam.step()",
-            expected="pm.step(x, y), in which the rows that are looked up are stepped",
-            got="an optimizer of pm.parameters()",
-            remedy="Hints(optimizer=torch.optim.SparseAdam), and pm.step; or step Adagrad or SGD here",
-        )
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if stored and takes_rows(optimizer):
+        reject_closure(closure)
+        return _begin_local_step(optimizer, args, kwargs)
     if closure is None and any(each.shown is not None for each in stored) and _may_step_locally(optimizer):
         return _begin_local_step(optimizer, args, kwargs)
     return None
@@ -129,14 +126,17 @@ def _begin_local_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     parameter."""
     local: dict[Tensor, Tensor] = {}
     state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict, optimizer.state)
-    stored = ((p, _stored[p].shown) for p in parameters_of(optimizer) if p in _stored)
-    for p, shown in ((p, shown) for p, shown in stored if shown is not None):
+    by_rows = takes_rows(optimizer)
+    stored = ((p, _stored[p]) for p in parameters_of(optimizer) if p in _stored)
+    for p, (name, _, shown, _) in ((p, known) for p, known in stored if known.shown is not None or by_rows):
         known = state.pop(p, {})
-        if any(isinstance(each, Tensor) and shown.plain(each) is None for each in (p, p.grad, *known.values())):
+        if any(isinstance(each, Tensor) and _local(shown, each) is None for each in (p, p.grad, *known.values())):
             return None
         shard = _local(shown, p)
         local[p] = own = nn.Parameter(shard, requires_grad=p.requires_grad)
-        own.grad = None if p.grad is None else with_strides_of(_local(shown, p.grad), shard)
+        if p.grad is not None:
+            grad = with_strides_of(_local(shown, p.grad), shard)
+            own.grad = sparse_gradient_of(p, grad, name) if by_rows else grad
         state[own] = {key: _local(shown, value) for key, value in known.items()}
     twin = object.__new__(type(optimizer))
     groups = [{**group, "params": [local.get(p, p) for p in group["params"]]} for group in optimizer.param_groups]
@@ -152,15 +152,15 @@ def _end_local_step(optimizer: Optimizer, twin: Optimizer, local: Mapping[Tensor
         for key, new in twin.state.pop(own, {}).items():
             if key not in current or _local(shown, current[key]) is not new:
                 alike = isinstance(new, Tensor) and new.dim() and new.shape == own.shape
-                current[key] = shown.wrap(new) if alike else new
+                current[key] = shown.wrap(new) if alike and shown is not None else new
     optimizer.state.update(twin.state)
     for group, made in zip(optimizer.param_groups, twin.param_groups, strict=True):
         group.update({key: value for key, value in made.items() if key != "params"})
 
 
-def _local(shown: DTensorShard, value: Any) -> Any:
+def _local(shown: DTensorShard | None, value: Any) -> Any:
     """A tensor of a parameter as one of its local shard; anything else as it is."""
-    return shown.plain(value) if isinstance(value, Tensor) else value
+    return shown.plain(value) if isinstance(value, Tensor) and shown is not None else value
 
 
 # ---- norms

@@ -31,12 +31,12 @@ from shardfx.runtime.store import Store
 from shardfx.runtime.verify.plan_proof import ProgramRequest
 from shardfx.runtime.verify.verdict import Verdict, together, verify
 
-TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER})
+TRAIN: Kinds = frozenset({OutputKind.LOSS, OutputKind.GRADIENT, OutputKind.BUFFER, OutputKind.ROWS})
 LOSS: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER})
 STEP: Kinds = frozenset({OutputKind.LOSS, OutputKind.BUFFER, OutputKind.PARAMETER, OutputKind.STATE})
 """The outputs of a full training step, which stores new parameters and states."""
 INFER: Kinds = frozenset({OutputKind.RESULT, OutputKind.BUFFER})
-PULL: Kinds = frozenset({OutputKind.GRADIENT})
+PULL: Kinds = frozenset({OutputKind.GRADIENT, OutputKind.ROWS})
 """The outputs of the program behind given gradients of results (see :mod:`.grad_delivery`)."""
 BESIDE: Kinds = frozenset({OutputKind.RESULT})
 """The kinds of outputs that ``with_results`` adds."""

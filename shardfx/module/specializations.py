@@ -63,6 +63,7 @@ from shardfx.module.grad_delivery import (
 from shardfx.module.grad_delivery import gradients as gradients_of
 from shardfx.module.model_state import SourceModel
 from shardfx.module.programs import BESIDE, INFER, LOSS, PULL, RUNS, STEP, TRAIN, Programs
+from shardfx.module.sparse_steps import touch, touched_rows
 from shardfx.passes import stages_as_planned
 from shardfx.plan import as_said
 from shardfx.runtime.distributed.peers import GUARDS, OtherStates, Peers
@@ -366,6 +367,7 @@ class Specializations:
                 step = pulled.step
                 its_call = self._alike(pulled, its_call, key, peers, False)
                 made = step.run(PULL, {**its_call.tensors, **kept}, watch, before.kept)
+                touch(touched_rows(step, made))
                 return gradients_of(step, its_call, False, wanted, made)
 
         return self._replayed(programs, call, compute)[1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn, optim
 import shardfx as sx
 from tests.reference import rel_err
 from tests.stepped import Lamb
+from tests.virtual.test_tables import shop, sparse_steps
 
 from .workers import WORKERS, gated, same_state, whole_of, worker
 
@@ -97,6 +98,13 @@ def steps_among_others(name: str) -> None:
     steps(model, lambda: penalised(model, heads[1], F.mse_loss(model(x), y)), theirs)
     same(pm, model)
     assert rel_err(*heads) < 1e-12
+
+
+@worker
+def sparse_adam_steps_rows_of_shards() -> None:
+    """Of tables by rows, and by columns; their gradients are dense."""
+    for table in ("dp, -", "-, dp"):
+        sparse_steps(*shop(sx.Mesh(dp=4), "dp", table, virtual=None, sparse=True))
 
 
 @worker

@@ -37,6 +37,7 @@ def test_optimizers_of_ones_own() -> None:
         "torchs_optimizers_step_shards:dp",
         "other_optimizers_step_what_is_shown:megatron",
         "steps_among_others:megatron",
+        "sparse_adam_steps_rows_of_shards",
         "modules_and_state_dicts_are_copied:megatron",
     )
 

@@ -246,12 +246,13 @@ def visits(seed: int = 0, size: int = 128) -> tuple[Tensor, ...]:
 
 
 def shop(
-    mesh: sx.Mesh, batch: str, table: str, virtual: bool | None = True, **options: Any
+    mesh: sx.Mesh, batch: str, table: str, virtual: bool | None = True, sparse: bool = False, **options: Any
 ) -> tuple[sx.ParallelModule, nn.Module]:
     torch.manual_seed(0)
-    model = Shop(sparse="optimizer" in options).double()
+    model = Shop(sparse or "optimizer" in options).double()
     specs = {"args.0": batch, **{f"args.{i}": f"{batch}, -" for i in (1, 2, 3)}}
-    specs |= {f"{name}.weight": f"{table}, -" for name in ("items", "odd", "words", "long")}
+    placed = table if "," in table else f"{table}, -"
+    specs |= {f"{name}.weight": placed for name in ("items", "odd", "words", "long")}
     hints = sx.Hints(args=visits(), loss=mean, specs=specs, **options)
     return sx.parallelize(deepcopy(model), mesh, hints, virtual=virtual), model
 
@@ -337,8 +338,54 @@ def test_momentum_of_sparse_gradients_is_that_of_dense_ones_outside_the_program(
             each.step()
     for key, value in pm.full_state_dict().items():
         torch.testing.assert_close(value, alone.state_dict()[key], rtol=1e-12, atol=1e-12)
-    with pytest.raises(sx.Error, match=r"a dense shard outside of pm.step(.|\n)*optimizer=torch.optim.SparseAdam"):
+
+
+def sparse_steps(pm: sx.ParallelModule, alone: nn.Module) -> None:
+    """Steps of SparseAdam on the tables of both: several backwards a step, gradients kept and cleared in both ways, and
+    a row that is looked up and has a gradient of zero."""
+    pairs = list[tuple[nn.Module, list[optim.Optimizer]]]()
+    for model in (alone, pm):
+        of = dict(model.named_parameters())
+        rest = [of.pop("linear.weight"), of.pop("linear.bias")]
+        pairs.append((model, [optim.SparseAdam([*of.values()], lr=0.01), optim.SGD(rest, lr=0.1)]))
+    for step, to_none in enumerate([True, None, False, True]):
+        for model, optimizers in pairs:
+            for each in optimizers if to_none is not None else ():
+                each.zero_grad(set_to_none=bool(to_none))
+            for seed in range(2 - step % 2):
+                given = visits(2 * step + seed)
+                given[0].masked_fill_(given[0] == 7, 8)
+                given[1][5] = 7
+                loss = model(*given)
+                (mean(loss) if model is alone else loss).backward()
+            for each in optimizers:
+                each.step()
+        saturated = pm.full_state_dict()
+        if not step:
+            saturated["items.weight"][7] = 1e3  # tanh has no slope there
+            pm.load_full_state_dict(saturated), alone.load_state_dict(saturated)
+    state, (table_adam, _) = pm.full_state_dict(), pairs[1][1]
+    for key, value in alone.state_dict().items():
+        torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-12)
+    kept, theirs = pm.full_optimizer_state_dict(table_adam), pairs[0][1][0].state_dict()
+    for number, states in theirs["state"].items():
+        torch.testing.assert_close(dict(kept["state"][number]), states, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("table", ["dp, -", "-, dp"])
+@pytest.mark.parametrize("how", ["two ranks", "four ranks", "micro-batches"])
+def test_sparse_adam_of_ones_own_steps_touched_rows_as_on_one_device(how: str, table: str) -> None:
+    sparse_steps(*shop(*EXCHANGES[how][:2], table, sparse=True))
+
+
+def test_sparse_adam_takes_no_dense_gradients_and_no_closure() -> None:
+    pm, _ = shop(sx.Mesh(dp=2), "dp", "dp", sparse=True)
+    pm(*visits()).backward()
+    with pytest.raises(sx.Error, match=r"that of 'linear.weight' is dense(.|\n)*sparse=True"):
         optim.SparseAdam(pm.parameters()).step()
+    with pytest.raises(sx.Error, match="before the step"):
+        optim.SparseAdam([pm.items.weight]).step(lambda: 0.0)
 
 
 @pytest.mark.long

@@ -6,6 +6,8 @@ SGD) steps these rows and their states. Its code is traced as if all rows were t
     %8 = aten.embedding_dense_backward(%7, %ids, 8000, -1, False)
     %9 = aten.full([64, 1], 1.0), %10 = aten.embedding_dense_backward(%9, %ids, ...), %11 = aten.gt.Scalar(%10, 0)
     %20 = aten.add.Tensor(%w, ...), %21 = aten.where.self(%11, %20, %w)             a new parameter
+
+Without an optimizer in the program a gradient is dense, and the program gives the ids beside it (``OutputKind.ROWS``).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from shardfx.ir.builder import GraphBuilder
-from shardfx.ir.graph import Graph, InputKind, Node, OutputKind, Phase, Value
+from shardfx.ir.graph import Graph, InputKind, Node, Output, OutputKind, Phase, Value
 from shardfx.ir.ops.traits import is_cast, with_defaults
 
 aten = torch.ops.aten
@@ -168,6 +170,27 @@ def step_rows(
         else new
         for old, new in zip(before, after, strict=True)
     ]
+
+
+def name_rows(graph: Graph) -> None:
+    """Have a program give, beside each gradient that is sparse in eager PyTorch, the ids of its rows."""
+    builder = GraphBuilder(graph.mesh)
+    builder.graph, builder.phase = graph, Phase.BACKWARD
+    trained = {output.name for output in graph.outputs if output.kind is OutputKind.GRADIENT}
+    tables = sparse_lookups(graph) if trained else {}
+    for name in (name for name in tables if name in trained):
+        found = list[Value]()
+        for node in tables[name]:
+            named, builder.where = _given(node), node.where
+            ids, padding = named["indices"], named["padding_idx"]
+            if padding >= 0:
+                ids = builder.add(aten.masked_fill.Scalar, (ids, builder.add(aten.eq.Scalar, (ids, padding)), -1))
+            found.append(ids)
+        if len(found) > 1:
+            flat = [builder.add(aten.view.default, (ids, [ids.type.numel])) for ids in found]
+            found = [builder.add(aten.cat.default, (flat,))]
+        graph.outputs.append(Output(OutputKind.ROWS, name, found[0]))
+    graph.rename()
 
 
 def row_counts(graph: Graph, name: str) -> Iterator[Node]:
