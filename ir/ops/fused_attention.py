@@ -11,9 +11,10 @@ with its id; each hides keys that a mask leaves. A query that sees no key gets z
 distance of key ``j`` from query ``i``, at ``j - i + s - 1``; ``flat``: scores are 0, and count in gradients alone. A
 rank's ``box`` of the global ``[b, h, s, t]`` says where its queries and keys stand, and what dropout of ``p`` draws.
 
-Torch's fused kernels compute it where they can (:mod:`.context.attention_kernels`), and plain ops where not. All of
-them give the same logsumexp, so that a forward by one may have its backward by another. On CUDA the kernel is torch's
-own choice (``torch.nn.attention.sdpa_kernel`` restricts it): cuDNN, flash, memory-efficient.
+Torch's fused kernels compute it where they can (:mod:`.context.attention_kernels`), on CUDA else compiled FlexAttention
+(:mod:`.context.flex_kernels`), and plain ops where not. All of them give the same logsumexp, so that a forward by one
+may have its backward by another. On CUDA the kernel is torch's own choice of cuDNN, flash and memory-efficient
+(``torch.nn.attention.sdpa_kernel`` restricts it).
 
 Memory layout, on every device and by every kernel: the logsumexp is contiguous, ``out`` is laid out as
 ``torch.empty_like(q)`` (contiguous where values have another size than keys), each gradient as ``torch.empty_like`` of
@@ -31,6 +32,7 @@ from torch import Tensor
 from .computing.library import LIBRARY, define
 from .context.attention_kernels import backward_by, dense_rows, forward_by, kernel_for, laid_like
 from .context.causal_rows import backward_from, forward_from, seen_mask
+from .context.flex_kernels import Scored, flex_backward, flex_forward, flex_takes
 from .context.plain_attention import Given, drawn, gradient_of_sinks, wide, with_sinks
 from .context.striped_rows import backward_by_stripes, forward_by_stripes, stripes
 from .context.window_tiles import QueryTile, backward_by_tiles, forward_by_tiles, none_seen, own_rows, tiles
@@ -96,6 +98,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Given = None, *how: Any) ->
     if flat and none_seen(ids):
         out, logsumexp = _like_forward(q, k, v)
         return out.zero_(), logsumexp.zero_()
+    if flex_takes(q, k, v, mask, p, softcap, flat):
+        return flex_forward(q, k, v, Scored(causal, scale, box, window, ids, softcap, bias, flat))
     if len(striped := stripes(q, k, box, mask, ids[0])) > 1:
         named = dict(zip(NAMES, given, strict=True))
         return forward_by_stripes(attention, striped, _like_forward(q, k, v), (q, k, v), named)
@@ -137,6 +141,9 @@ def attention_backward(
     if flat and none_seen((q_ids, k_ids)):
         grads = _like_backward(grad, q, k, v, out, logsumexp, mask, *how)
         return tuple(each.zero_() for each in grads)
+    if flex_takes(q, k, v, bias if of_mask and mask is None else mask, p, softcap, flat):
+        how = Scored(causal, scale, draw[2], window, (q_ids, k_ids), softcap, bias, flat)
+        return *flex_backward(grad, (q, k, v), out, logsumexp, how, rows), *(q.new_empty(0) for _ in range(3))
     if len(striped := stripes(q, k, draw[2], mask, q_ids)) > 1:
         wanted, named = _wanted(of_mask, mask, bias), dict(zip(NAMES, (*given[:2], *given[3:-1]), strict=True))
         return backward_by_stripes(attention_backward, striped, (grad, q, k, v, out, logsumexp), wanted, named)

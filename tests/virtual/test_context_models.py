@@ -104,14 +104,19 @@ def test_a_decoder_over_a_sharded_sequence_matches_single_device(name: str, how:
     assert verdict, verdict.why
 
 
-KERNELS = {"cpu": r"attention_for_cpu", "cuda": r"flash|cudnn|fmha"}
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_an_unedited_decoder_runs_by_a_fused_kernel(device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "device", "kernel"),
+    [
+        ("Llama", "cpu", r"attention_for_cpu"),
+        pytest.param("Llama", "cuda", r"flash|cudnn|fmha", marks=pytest.mark.gpu),
+        pytest.param("Gemma2", "cuda", r"flex_attention", marks=pytest.mark.gpu),
+    ],
+)
+def test_an_unedited_decoder_runs_by_a_fused_kernel(kind: str, device: str, kernel: str) -> None:
     """As the profiler names it, forward and backward; nothing computes a softmax of scores."""
-    config = transformers.LlamaConfig(**{**SMALL, "hidden_size": 256, "head_dim": 64, "max_position_embeddings": 256})
-    model = transformers.LlamaForCausalLM(config).bfloat16().to(device)
+    sizes = {**SMALL, "hidden_size": 256, "head_dim": 64, "max_position_embeddings": 256}
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).bfloat16().to(device)
     ids = torch.randint(0, 64, (2, 256), device=device)
     kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
     hints = sx.Hints(kwargs=kwargs, loss=lambda out: out.logits.float().square().mean())
@@ -119,7 +124,7 @@ def test_an_unedited_decoder_runs_by_a_fused_kernel(device: str) -> None:
     pm(**kwargs).backward()
     with torch.profiler.profile() as profile:
         pm(**kwargs).backward()
-    names = [event.name for event in profile.events() if re.search(KERNELS[device], event.name)]
+    names = [event.name for event in profile.events() if re.search(kernel, event.name)]
     assert [name for name in names if re.search("backward|bwd|bprop", name)]
     assert [name for name in names if not re.search("backward|bwd|bprop", name)]
     assert not [event.name for event in profile.events() if "softmax" in event.name.lower()]
