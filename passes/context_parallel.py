@@ -99,9 +99,9 @@ class Context:
             remedy = did_you_mean(str(self.how), HOW, "see help(sx.Context)")
             what = "a Context of an unknown strategy"
             raise Error(what, where=where, expected=f"how one of {', '.join(HOW)}", got=repr(self.how), remedy=remedy)
-        if self.stripes < 0 or (self.stripes > 1 and self.how not in STRIPED):
+        if type(self.stripes) is not int or self.stripes < 0 or (self.stripes > 1 and self.how not in STRIPED):
             expected = f"stripes of {', '.join(STRIPED)}, 1 or more; 0 chooses"
-            raise Error("a Context has no such stripes", where=where, expected=expected, got=self.stripes)
+            raise Error("a Context has no such stripes", where=where, expected=expected, got=repr(self.stripes))
 
     @property
     def axes(self) -> tuple[str, ...]:

@@ -21,10 +21,11 @@ Sharded = dict[str, Any]
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention, four heads of keys for eight of queries."""
+    """Causal self-attention, four heads of keys for eight of queries; ``before``: of so many keys before each query."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int | None = None) -> None:
         super().__init__()
+        self.before = before
         self.q, self.o = (nn.Linear(DIM, DIM, bias=False) for _ in range(2))
         self.k, self.v = (nn.Linear(DIM, DIM * GROUPS // HEADS, bias=False) for _ in range(2))
 
@@ -33,16 +34,18 @@ class SelfAttention(nn.Module):
             each(x).unflatten(-1, (heads, -1)).transpose(1, 2)
             for each, heads in ((self.q, HEADS), (self.k, GROUPS), (self.v, GROUPS))
         )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        square = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool)
+        seen = None if self.before is None else square.tril().triu(-self.before)
+        out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=seen is None, enable_gqa=True)
         return self.o(out.transpose(1, 2).flatten(2))
 
 
 class Model(nn.Module):
     """Two blocks of attention."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: int | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(SelfAttention() for _ in range(2))
+        self.layers = nn.ModuleList(SelfAttention(before) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -54,9 +57,11 @@ def loss(out: Tensor) -> Tensor:
     return (out**2).mean()
 
 
-def plan(mesh: sx.Mesh, specs: Sharded, x: Tensor, **options: Any) -> tuple[sx.ParallelModule, Model]:
+def plan(
+    mesh: sx.Mesh, specs: Sharded, x: Tensor, before: int | None = None, **options: Any
+) -> tuple[sx.ParallelModule, Model]:
     torch.manual_seed(0)
-    model = Model().double()
+    model = Model(before).double()
     alone = deepcopy(model)
     hints = sx.Hints(args=(x,), loss=loss, specs=specs, **options)
     return sx.parallelize(model, mesh, hints, virtual=True), alone
@@ -157,6 +162,29 @@ def test_a_ring_sends_keys_to_all_ranks_twice_and_their_gradients_home() -> None
         assert {op for op, _ in counts} == {"all_to_all_single", "all_reduce"}
 
 
+QUERIES, KEYS = DIM * 8, DIM * GROUPS // HEADS * 8
+"""Bytes of a row's queries, and of its keys."""
+SENT: dict[str, tuple[str, sx.Mesh, float]] = {
+    "gather on 2": ("gather", sx.Mesh(cp=2), 1 * 16 * 6 * KEYS),
+    "gather on 4": ("gather", sx.Mesh(cp=4), 3 * 8 * 6 * KEYS),
+    "2d on 4": ("2d", sx.Mesh(r=2, u=2), (1 - 2 / 4) * 8 * 4 * (QUERIES + KEYS) + 8 * 6 * KEYS),
+    "window on 4": ("window", sx.Mesh(cp=4), 2 * 3 * (3 * QUERIES + 2 * KEYS)),
+}
+
+
+@pytest.mark.parametrize("case", SENT)
+def test_each_other_strategy_sends_its_formula(case: str) -> None:
+    """That of ``benchmarks.long_context``; of a window what the rank sends that has neighbours on both sides."""
+    how, mesh, expected = SENT[case]
+    axes, x = " ".join(axis.name for axis in mesh.axes), rows_of(rows=16)
+    specs = {"args.0": f"-, {axes}, -", "layers.*": sx.Context(axes, how)}
+    pm, _ = plan(mesh, specs, x, before=3 if how == "window" else None)
+    with count_collectives() as counts:
+        pm(x).backward()
+    sent = {(op, group.split("@")[0]): each.nbytes for (op, group), each in counts.items() if op != "all_reduce"}
+    assert sum(sent.values()) == pytest.approx(2 * expected)
+
+
 def test_a_saved_plan_has_its_contexts(tmp_path: Path) -> None:
     ring, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring", stripes=3)}, rows_of())
     known = sx.Plan.load(ring.plan.save(tmp_path / "ring.json"))
@@ -235,6 +263,7 @@ def test_heads_are_explained_by_the_context() -> None:
 BAD: dict[str, tuple[Any, str]] = {
     "unknown how": (lambda: sx.Context("cp", how="rings"), "expected: how one of auto, gather"),
     "stripes of auto": (lambda: sx.Context("cp", stripes=2), "stripes of gather, ring, 2d"),
+    "stripes that are text": (lambda: sx.Context("cp", "ring", stripes="2"), "got: *.2."),  # type: ignore[arg-type]
     "no name": (lambda: sx.Context(""), "the name of a mesh axis"),
     "another axis": (lambda: {"layers.*": sx.Context("up")}, "mesh axis 'up' is unknown"),
     "an axis of the batch": (lambda: {"layers.*": sx.Context("dp")}, "'dp' shards no sequence here"),
