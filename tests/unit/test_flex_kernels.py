@@ -73,7 +73,9 @@ def results(given: Any, how: dict[str, Any]) -> list[Tensor]:
     return [out, rows, *attention_backward(grad, q, k, v, out, rows, **how)]
 
 
-@pytest.mark.parametrize("heads", [H, 2], ids=["own keys", "grouped heads"])
+@pytest.mark.parametrize(
+    "heads", [pytest.param(H, marks=pytest.mark.long, id="own keys"), pytest.param(2, id="grouped")]
+)
 @pytest.mark.parametrize("case", CASES)
 def test_flex_attention_is_that_of_tiles(case: str, heads: int, on_cpu: list[Any], monkeypatch: Any) -> None:
     given = arguments(heads, {"softcap": 3.0, **CASES[case]})

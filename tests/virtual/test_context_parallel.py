@@ -185,6 +185,7 @@ def test_each_other_strategy_sends_its_formula(case: str) -> None:
     assert sum(sent.values()) == pytest.approx(2 * expected)
 
 
+@pytest.mark.long
 def test_a_saved_plan_has_its_contexts(tmp_path: Path) -> None:
     ring, _ = plan(sx.Mesh(cp=2), {"args.0": "-, cp, -", "layers.*": sx.Context("cp", "ring", stripes=3)}, rows_of())
     known = sx.Plan.load(ring.plan.save(tmp_path / "ring.json"))

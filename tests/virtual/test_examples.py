@@ -52,6 +52,7 @@ def test_the_gpt_trains_as_on_one_device(
     assert "proven: the ranks compute what the model computes" in printed and "reduce-scatter" in printed
 
 
+@pytest.mark.long
 def test_the_dlrm_trains_and_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / "dlrm.py"), run_name="__main__")
     printed = capsys.readouterr().out

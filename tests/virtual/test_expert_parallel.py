@@ -191,6 +191,7 @@ def test_drawn_routings_match_single_device() -> None:
     assert any("twice the mean" in each for each in pm.report().warnings)
 
 
+@pytest.mark.long
 def test_a_step_without_room_is_bitwise_that_of_the_larger_capacity() -> None:
     """Ten steps inside the plan, of which some need twice the room, and some room for all rows."""
     updated = {"optimizer": lambda p: torch.optim.AdamW(p, lr=0.1), "clip_grad_norm": 1.0}
@@ -219,6 +220,7 @@ def test_a_step_that_runs_again_draws_the_same_random_numbers() -> None:
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.long
 def test_programs_that_run_alone_refuse_steps_without_room(tmp_path: Path) -> None:
     """Saved ones check the count as they check guards; those that a user changed would run with more room unchanged."""
     pm, _ = layer(0.5)
@@ -232,6 +234,7 @@ def test_programs_that_run_alone_refuse_steps_without_room(tmp_path: Path) -> No
         pm(*routed(1))
 
 
+@pytest.mark.long
 def test_experts_of_one_token_are_proven() -> None:
     """Fewer tokens than ranks: each has the token, and computes its own experts."""
     made, _ = model("mixtral", num_hidden_layers=1)
@@ -466,6 +469,7 @@ def test_wrong_experts_are_an_error(case: str) -> None:
         wrong()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [{}, {"recompute": "model.layers.*"}])
 def test_a_recorded_step_has_the_load_of_experts(more: dict[str, Any], tmp_path: Path) -> None:
     """Of those that eager code chose; recomputed ones count once."""

@@ -206,6 +206,7 @@ def test_bags_match_single_device(case: str, table: str, ids: str) -> None:
         assert max(each.type.numel for each in sent if each.type.dtype.is_floating_point) <= 6 * 6
 
 
+@pytest.mark.long
 def test_sparse_tables_in_host_memory_step_the_same_rows() -> None:
     make: dict[str, Any] = {"sparse": True, "optimizer": SPARSE["Adagrad"]}
     near, _ = plan(2, BY_ROWS, **make)
@@ -318,6 +319,7 @@ def test_exchanged_rows_are_stepped_as_on_one_device(name: str, more: str) -> No
     assert more in ("clipped", "micro-batches") or str(pm.rank_program(0)).count("update.rows") == 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_momentum_of_sparse_gradients_is_that_of_dense_ones_outside_the_program(nesterov: bool) -> None:
     def momentum(params: Any) -> optim.Optimizer:
