@@ -11,6 +11,7 @@ from shardfx.ir.ops.experts.dispatch import expert_slots, take_rows
 from tests.damage import Damage, Mutation, Places, Site, argument, becomes, of
 
 aten = torch.ops.aten
+FILL = aten.masked_fill.Scalar
 
 
 def text(call: str, old: str, new: str) -> Damage:
@@ -48,6 +49,13 @@ LOOKUPS = (
     Mutation("a gradient of fewer rows", of(aten.embedding_dense_backward.default), argument(3, lambda padding: 0)),
     Mutation("gradients by count", of(aten.embedding_dense_backward.default), argument(4, lambda scale: not scale)),
 )
+OF_GRADIENTS = (
+    Mutation("padding names a row", of(FILL, when=lambda node: node.args[2] == -1), argument(2, lambda none: 0)),
+    Mutation("all ids are kept", of(FILL, when=lambda node: node.args[2] == -1), becomes(0)),
+    Mutation("ids without another padding", of(aten.eq.Scalar), argument(1, lambda padding: padding + 1)),
+    Mutation("ids of one lookup are left out", of(aten.cat.default), argument(0, lambda parts: [parts[0]] * 4)),
+)
+"""Damage to the ids that a program gives beside dense gradients."""
 EXCHANGED = (
     Mutation("parts of other sizes", of(row_numbers), argument(1, lambda rows: rows - 1)),
     Mutation("another padding", of(row_numbers), argument(2, lambda padding: padding + 2)),

@@ -48,16 +48,18 @@ def tensors(heads: int, keys: int = T) -> list[Tensor]:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Let calls on the CPU go to FlexAttention, uncompiled; the terms of each."""
-    calls: list[Any] = []
+    """Let calls on the CPU go to FlexAttention, by graphs that are traced and not compiled: these graphs."""
+    graphs: list[Any] = []
 
-    def compiled(make: Any, terms: Any, given: Any) -> Any:
-        calls.append(terms)
-        return make(terms)
+    def compile(graph: Any, fakes: Any, options: Any) -> Any:
+        graphs.append(graph)
+        return graph
 
     monkeypatch.setattr(flex_kernels, "LIMITS", flex_kernels.LIMITS._replace(devices=("cpu",)))
-    monkeypatch.setattr(flex_kernels, "compiled", compiled)
-    return calls
+    monkeypatch.setattr(flex_kernels, "_compiles", lambda device: True)
+    monkeypatch.setattr(flex_kernels, "COMPILED", {})
+    monkeypatch.setattr(torch._inductor, "compile", compile)
+    return graphs
 
 
 def arguments(heads: int, how: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Any, dict[str, Any]]:
@@ -80,7 +82,9 @@ def results(given: Any, how: dict[str, Any]) -> list[Tensor]:
 def test_flex_attention_is_that_of_tiles(case: str, heads: int, on_cpu: list[Any], monkeypatch: Any) -> None:
     given = arguments(heads, {"softcap": 3.0, **CASES[case]})
     found = results(*given)
-    assert len(on_cpu) == 2
+    assert ["flex_attention" in graph.code for graph in on_cpu] == [True, True]
+    results(*given)
+    assert len(on_cpu) == 2  # the second call is by the same graphs
     monkeypatch.undo()
     for one, other in zip(found, results(*given), strict=True):
         torch.testing.assert_close(one, other, rtol=2e-5, atol=2e-5)

@@ -16,7 +16,7 @@ from torch import Tensor, nn, optim
 import shardfx as sx
 from shardfx.passes import EmbeddingTables
 from tests.collective_counts import count_collectives
-from tests.damage_tables import EXCHANGED, LOOKUPS, STEPS
+from tests.damage_tables import EXCHANGED, LOOKUPS, OF_GRADIENTS, STEPS
 from tests.mutants import Programs
 from tests.reference import check_step
 
@@ -378,7 +378,9 @@ def sparse_steps(pm: sx.ParallelModule, alone: nn.Module) -> None:
 @pytest.mark.parametrize("table", ["dp, -", "-, dp"])
 @pytest.mark.parametrize("how", ["two ranks", "four ranks", "micro-batches"])
 def test_sparse_adam_of_ones_own_steps_touched_rows_as_on_one_device(how: str, table: str) -> None:
-    sparse_steps(*shop(*EXCHANGES[how][:2], table, sparse=True))
+    pm, alone = shop(*EXCHANGES[how][:2], table, sparse=True)
+    sparse_steps(pm, alone)
+    assert pm.verify()
 
 
 def test_sparse_adam_takes_no_dense_gradients_and_no_closure() -> None:
@@ -515,6 +517,13 @@ def test_damaged_exchanges_are_refused() -> None:
     pm = sx.parallelize(model, sx.Mesh(dp=4), hints, virtual=True)
     tried = check_refused(pm, EXCHANGED, False)
     assert len(tried) == len(EXCHANGED), tried
+
+
+@pytest.mark.long
+def test_damaged_ids_of_gradients_are_refused() -> None:
+    """Of one lookup of 128 ids, and one of 384: four times the first are as many."""
+    pm, _ = shop(sx.Mesh(dp=2), "dp", "dp", sparse=True)
+    assert len(check_refused(pm, OF_GRADIENTS, False)) == len(OF_GRADIENTS)
 
 
 def test_a_capacity_that_is_none_is_an_error() -> None:

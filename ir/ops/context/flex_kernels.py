@@ -82,16 +82,14 @@ class ScoreTerms(NamedTuple):
 
 @cache
 def _compiles(device: torch.device) -> bool:
-    """Whether there is a compiler for the device."""
-    if device.type != "cuda":
-        return True
+    """Whether there is a compiler for a GPU."""
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= LIMITS.capability
 
 
 def flex_takes(q: Tensor, k: Tensor, v: Tensor, mask: Given, p: float, softcap: float, flat: bool) -> bool:
     """Whether a call is for compiled FlexAttention: one that no fused kernel takes, and that it does.
 
-    As fused kernels, it is one of those that ``torch.nn.attention.sdpa_kernel`` turns off in favour of plain ops.
+    As fused kernels, it is one of those that ``torch.nn.attention.sdpa_kernel`` disables in favour of plain ops.
     """
     if (not softcap and not flat) or mask is not None or p or q.device.type not in LIMITS.devices:
         return False
