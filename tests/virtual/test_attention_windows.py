@@ -94,6 +94,7 @@ def test_window_exchanges_a_halo_however_many_ranks() -> None:
     assert len(sent) == 1 and 0 < sent.pop() < 20_000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("ranks", "length", "left", "right"),
     [
@@ -110,6 +111,7 @@ def test_window_by_rows_matches_single_device(ranks: int, length: int, left: int
     check_step(pm, model, squares, (torch.randn(2, length, DIM, dtype=F64),), bound=1e-12)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_window_with_dropout_draws_as_one_device(ranks: int) -> None:
     model, x = Windowed(3, 0, 0.5).train(), torch.randn(2, 13, DIM, dtype=F64)

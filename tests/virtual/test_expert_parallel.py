@@ -182,6 +182,7 @@ def layer(capacity: float = 1.25, virtual: bool | None = True, **more: Any) -> t
     return sx.parallelize(made, sx.Mesh(ep=2), hints, virtual=virtual), deepcopy(made)
 
 
+@pytest.mark.long
 def test_drawn_routings_match_single_device() -> None:
     pm, alone = layer()
     for seed in range(50):

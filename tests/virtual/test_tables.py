@@ -105,6 +105,7 @@ SPARSE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", SPARSE)
 def test_sparse_gradients_step_touched_rows_as_on_one_device(name: str, ranks: int) -> None:
@@ -420,6 +421,7 @@ def test_ids_without_room_run_again_with_more_bitwise_as_there() -> None:
         assert ["twice the mean" in "".join(told), "for all rows" in "".join(told)] == [step > 0, step > 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["rows", "sums", "columns"])
 def test_a_step_sends_what_the_formula_says_and_holds_no_table(by: str) -> None:
     """Counted at run time: ids, and rows there and back. The peak is that of shards, and of rows."""
